@@ -1,0 +1,1 @@
+"""One module per named config: `config() -> ExperimentConfig`, and if it likes `debug(config)` and `sweep_NAME()`."""

@@ -1,0 +1,273 @@
+"""What a run does: supervised fine-tuning, reinforcement learning, a control, each evaluated on the same unseen tasks, and a report."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+
+from experiments import config as configs
+from experiments import report as report_page
+from experiments.progress import Progress
+from experiments.summary import summarise
+from glm_jax.config import ExperimentConfig
+from glm_jax.data.chat import ChatTemplate
+from glm_jax.data.pipelines import packed_batches
+from glm_jax.data.tokenizers import ByteTokenizer, load_tokenizer
+from glm_jax.environments.demonstrations import Demonstrations, demonstration_source
+from glm_jax.metrics import MetricsWriter
+from glm_jax.model import init_model
+from glm_jax.rl.evaluation import Interrupted, demonstrator_success, evaluate, evaluation_tasks
+from glm_jax.rl.learner import Batch, build_rl_update
+from glm_jax.rl.loop import RLLoop, Snapshot, sample_record
+from glm_jax.tracing import Tracer
+from glm_jax.training.checkpoints import Checkpoints
+from glm_jax.training.objectives import supervised_loss
+from glm_jax.training.optimizers import adamw
+from glm_jax.training.step import TrainState, build_update, init_state, supervised_inputs
+
+PHASES = ("sft", "evaluate_sft", "rl", "evaluate_rl", "control", "evaluate_control")
+EXIT_STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
+REPORT_EVERY = 20  # supervised steps between metrics lines: each line waits for the device
+SAMPLES_PER_REPORT = 2  # trajectories kept for the report, an update
+
+
+def run(config: ExperimentConfig, directory: pathlib.Path, *, resume: bool) -> int:
+    """Runs or resumes; the exit status: 0, or 128 + the signal that stopped it, in which case a checkpoint was left."""
+    stop, received = threading.Event(), []
+
+    def on_signal(number, _):
+        if stop.is_set():  # the second time the person means it
+            signal.default_int_handler(number, None)
+        received.append(number)
+        stop.set()
+
+    previous = {number: signal.signal(number, on_signal) for number in EXIT_STATUS}
+    tracer = Tracer(directory / "trace.json")
+    try:
+        checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
+        with Progress() as progress, MetricsWriter(directory) as metrics, checkpoints as saved:
+            pipeline = Pipeline(config, directory, progress, metrics, saved, tracer, stop)
+            try:
+                pipeline.run(resume)
+            except Interrupted:
+                pipeline.save()
+                progress.log(f"stopped; go on with: python -m experiments.run --resume {directory}")
+                return EXIT_STATUS[received[0]]
+        return 0
+    finally:
+        tracer.save()
+        report_page.build(directory)
+        print(f"report: {directory / 'report.html'}", flush=True)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class Pipeline:
+    """The phases in order. `document` and the two train states are all that a checkpoint needs; what is done is not done again."""
+
+    def __init__(
+        self, config: ExperimentConfig, directory: pathlib.Path, progress: Progress, metrics: MetricsWriter, saved: Checkpoints,
+        tracer: Tracer, stop: threading.Event,
+    ):
+        self.config, self.directory, self.progress, self.metrics = config, directory, progress, metrics
+        self.saved, self.tracer, self.stop = saved, tracer, stop
+        self.tokenizer = ByteTokenizer() if config.tokenizer == "byte" else load_tokenizer(config.tokenizer)
+        self.template = ChatTemplate(self.tokenizer)
+        sft, rl = config.sft, config.rl
+        self.sft_optimizer = adamw(sft.learning_rate, warmup_steps=sft.warmup_steps, weight_decay=sft.weight_decay)
+        frozen = ("router_bias", "indexer") if rl.freeze_indexer else ("router_bias",)
+        self.rl_optimizer = adamw(rl.learning_rate, frozen=frozen)
+        objective = functools.partial(supervised_loss, indexer_coefficient=sft.indexer_loss)
+        self.sft_updates = {
+            dense: build_update(functools.partial(objective, dense_attention=dense), self.sft_optimizer) for dense in (True, False)}
+        self.document: dict = {"phase": PHASES[0], "saves": 0, "sft_steps": 0, "control_steps": 0, "results": {}}
+        self.payloads: dict[str, np.ndarray] = {}
+        self.sft_state: TrainState
+        self.rl_state: TrainState
+
+    def run(self, resume: bool) -> None:
+        self._initialise(resume)
+        for phase in PHASES[PHASES.index(self.document["phase"]) :]:
+            if not (phase.endswith("control") and not self.config.control):
+                self.document["phase"] = phase
+                with self.tracer.span(f"phase.{phase}"):
+                    getattr(self, f"_{phase}")()
+        self.document["phase"] = PHASES[-1]
+        self.save()
+        self._summarise()
+
+    def save(self) -> None:
+        self.document["saves"] += 1
+        self.saved.save(self.document["saves"], {"sft": self.sft_state, "rl": self.rl_state}, self.document, self.payloads)
+
+    # -- set-up --------------------------------------------------------------------------------------------------------------------------
+
+    def _initialise(self, resume: bool) -> None:
+        config = self.config
+        self.progress.phase("set-up")
+        model_config = configs.model_config(config)
+        model = init_model(model_config, jax.random.key(config.seed))
+        self.sft_state = init_state(model, self.sft_optimizer)
+        self.rl_state = init_state(model, self.rl_optimizer)
+        if resume and (latest := self.saved.latest()) is not None:
+            arrays, self.document, self.payloads = self.saved.restore(latest, {"sft": self.sft_state, "rl": self.rl_state})
+            self.sft_state, self.rl_state = arrays["sft"], arrays["rl"]
+            self.progress.log(f"resuming {self.document['phase']} from checkpoint {latest}")
+        self._check_stop()
+        self.demonstrations: Demonstrations = demonstration_source(
+            config.environments, config.sft.demonstrations * len(config.environments), config.seed, fault_rate=config.sft.fault_rate,
+            template=self.template)
+        shares = ", ".join(f"{name} {share:.2f}" for name, share in self.demonstrations.success_share.items())
+        self.progress.log(f"model {config.model.preset}: {model_config.parameter_count():,} parameters")
+        self.progress.log(f"demonstrations that succeed: {shares}")
+        evaluation = config.evaluation
+        self.tasks = evaluation_tasks(config.environments, evaluation.split, evaluation.tasks)
+        self.document["results"]["demonstrator"] = {
+            "sampled": demonstrator_success(self.tasks, evaluation.split, config.sft.fault_rate, config.seed).tolist()}
+
+    def _check_stop(self) -> None:
+        if self.stop.is_set():
+            raise Interrupted("asked to stop")
+
+    # -- supervised phases -----------------------------------------------------------------------------------------------------------------
+
+    def _sft(self) -> None:
+        self.progress.phase("sft", self.config.sft.steps)
+        self._supervise("sft", lambda step, _: step < self.config.sft.steps)
+        self.save()
+
+    def _control(self) -> None:
+        """RL's wall time on more fine-tuning with the same demonstrations, from where fine-tuning stopped."""
+        seconds = self.document["rl_seconds"]
+        self.progress.phase(f"control ({seconds:.0f} s of more sft)")
+        spent = self.document.get("control_seconds", 0.0)
+        self._supervise("control", lambda _, elapsed: spent + elapsed < seconds, spent)
+        self.save()
+
+    def _supervise(self, phase: str, more: Callable[[int, float], bool], spent: float = 0.0) -> None:
+        """Steps while `more(steps of this phase, seconds of this call)`; the batches go on where the last call stopped."""
+        config, key = self.config.sft, f"{phase}_steps"
+        batches = packed_batches(
+            self.demonstrations.records, config.rows, self.config.rows.row_length, self.config.seed,
+            first=self.demonstrations.successful, opening_batches=int(config.clean_first * config.steps))
+        if "batches" in self.document:
+            batches.set_state(self.document["batches"])
+        began = marked = time.perf_counter()
+        while more(self.document[key], time.perf_counter() - began):
+            dense = phase == "sft" and self.document[key] < config.dense_steps
+            batch = next(batches)
+            with self.tracer.span("sft.update"):
+                self.sft_state, sums = self.sft_updates[dense](self.sft_state, *supervised_inputs(batch))
+                self.document[key] += 1
+                if self.document[key] % REPORT_EVERY == 0:
+                    sums = {name: float(value) for name, value in jax.device_get(sums).items()}
+            if self.document[key] % REPORT_EVERY == 0:
+                elapsed = time.perf_counter() - marked
+                marked = time.perf_counter()
+                line = {
+                    "loss": sums["nll"] / sums["loss_tokens"], "accuracy": sums["correct_tokens"] / sums["loss_tokens"],
+                    "gradient_norm": sums["gradient_norm"],
+                    "tokens_per_second": REPORT_EVERY * config.rows * self.config.rows.row_length / elapsed,
+                    "dense_attention": float(dense)}
+                if "indexer_kl" in sums:
+                    line["indexer_kl"] = sums["indexer_kl"] / sums["real_tokens"]
+                self.metrics.write(self.document[key], phase, line)
+                self.progress.update(self.document[key], line)
+            if self.stop.is_set():
+                break
+        self.document["batches"] = batches.get_state()
+        if phase == "control":
+            self.document["control_seconds"] = spent + time.perf_counter() - began
+        self._check_stop()
+
+    # -- reinforcement learning ----------------------------------------------------------------------------------------------------------
+
+    def _rl(self) -> None:
+        config = self.config
+        restored = None
+        if "rl" in self.document:
+            restored = Snapshot(self.document["rl"], self.payloads)
+        else:
+            self.rl_state = init_state(self.sft_state.model, self.rl_optimizer)
+            self.document["rl_seconds"] = 0.0
+        self.progress.phase("rl", config.rl.updates)
+        before, began = self.document["rl_seconds"], time.perf_counter()
+
+        def checkpoint(state: TrainState, snapshot: Snapshot) -> None:
+            self.rl_state, self.payloads = state, snapshot.payloads
+            self.document["rl"] = snapshot.document
+            self.document["rl_seconds"] = before + time.perf_counter() - began
+            self.save()
+
+        samples = self.directory / "trajectories" / "rl.jsonl"
+        samples.parent.mkdir(exist_ok=True)
+        with samples.open("a") as file:
+
+            def report(updates: int, metrics: Mapping[str, float], batch: Batch) -> None:
+                self.metrics.write(updates, "rl", metrics)
+                self.progress.update(updates, metrics)
+                for trajectory in batch.trajectories[:: max(1, len(batch.trajectories) // SAMPLES_PER_REPORT)]:
+                    file.write(json.dumps(sample_record(trajectory, self.tokenizer.decode)) + "\n")
+
+            loop = RLLoop(
+                config, self.rl_state, build_rl_update(config.rl, self.rl_optimizer), self.template, optimizer_init=self.rl_optimizer.init,
+                tracer=self.tracer, stop_requested=self.stop, report=report, checkpoint=checkpoint, restored=restored)
+            self.rl_state = loop.run()
+        self._check_stop()
+
+    # -- evaluation ------------------------------------------------------------------------------------------------------------------------
+
+    def _evaluate_sft(self) -> None:
+        self._evaluate("sft", self.sft_state)
+
+    def _evaluate_rl(self) -> None:
+        self._evaluate("rl", self.rl_state)
+
+    def _evaluate_control(self) -> None:
+        self._evaluate("control", self.sft_state)
+
+    def _evaluate(self, column: str, state: TrainState) -> None:
+        self.progress.phase(f"evaluate {column}", 2)
+        results = self.document["results"].setdefault(column, {})
+        for number, (kind, temperature) in enumerate((("sampled", self.config.evaluation.temperature), ("greedy", 0.0)), 1):
+            rewards = evaluate(
+                state.model, self.config, self.template, self.tasks, temperature=temperature, tracer=self.tracer, stop_requested=self.stop)
+            results[kind] = rewards.tolist()
+            line = {f"success/{name}/{kind}": float(np.mean(rewards[self._of(name)])) for name in self.config.environments}
+            self.metrics.write(number, f"evaluation_{column}", line)
+            self.progress.update(number, {key.removesuffix(f"/{kind}"): value for key, value in line.items()})
+        self.save()
+
+    def _of(self, environment: str) -> list[int]:
+        return [i for i, task in enumerate(self.tasks) if task.environment == environment]
+
+    def _summarise(self) -> None:
+        results = {name: {kind: np.array(values) for kind, values in kinds.items()} for name, kinds in self.document["results"].items()}
+        summary = summarise(results, [task.environment for task in self.tasks], self.config)
+        (self.directory / "summary.json").write_text(json.dumps(summary.document, indent=2) + "\n")
+        self.progress.log(summary.text)
+
+
+def describe(config: ExperimentConfig) -> None:
+    """Prints what a run would build, without allocating a model."""
+    model_config = configs.model_config(config)
+    rows, sft, rl = config.rows, config.sft, config.rl
+    print(f"model        {config.model.preset}: {model_config.parameter_count():,} parameters, vocabulary {model_config.vocab_size}")
+    print(f"environments {', '.join(config.environments)}")
+    print(f"sft          {sft.steps} steps of {sft.rows} x {rows.row_length} tokens ({sft.dense_steps} with dense attention), "
+          f"{sft.demonstrations} demonstrations an environment, {sft.fault_rate:.0%} of them faulty")
+    limit = (rl.max_staleness + 1) * rl.publish_every * rl.batch_rollouts
+    print(f"rl           {rl.mode}: {rl.updates} updates of {rl.batch_rollouts} rollouts in groups of {rl.group_size}; "
+          f"at most {limit} rollouts unpublished, staleness at most {rl.max_staleness}")
+    cache = config.engine.slots * config.engine.max_length * model_config.layers * 4 * (
+        model_config.mla.kv_lora_rank + model_config.mla.qk_rope_head_dim + model_config.indexer.head_dim)
+    print(f"engine       {config.engine.slots} slots of {config.engine.max_length} tokens: {cache / 2**20:.1f} MiB of cache")
+    print(f"evaluation   {config.evaluation.tasks} {config.evaluation.split} tasks an environment; control: {config.control}")

@@ -1,0 +1,203 @@
+"""python -m experiments.run NAME [a.b=v …]: one experiment, from its config to its report, in runs/NAME/TIME/."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from experiments import config as configs
+from glm_jax.config import ConfigError, ExperimentConfig
+
+PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "grain", "gymnasium", "cereggii", "omegaconf", "libtpu")
+# glibc gives freed memory back to the system and asks for it again at every training step; keeping it makes steps on a CPU
+# 1.1 to 1.4 times faster. Read by the loader only, hence the second start of the interpreter.
+ALLOCATOR = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 36),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
+RESTARTED = "GLM_JAX_RESTARTED"
+INTERRUPTED = 130
+
+
+def parser() -> argparse.ArgumentParser:
+    parse = argparse.ArgumentParser(prog="python -m experiments.run", description=__doc__)
+    parse.add_argument("name", nargs="?", help="a config of experiments/configs (see --list)")
+    parse.add_argument("overrides", nargs="*", metavar="a.b=v", help="change keys of the config, e.g. rl.updates=10 seed=1")
+    parse.add_argument("--sweep", metavar="NAME", help="run every setting of the config's sweep_NAME(), in turn")
+    parse.add_argument("--resume", metavar="DIR", help="go on from the run directory's last checkpoint, with its own config")
+    parse.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
+    parse.add_argument("--dry-run", action="store_true", help="print shapes and estimates and stop; trains nothing, writes nothing")
+    parse.add_argument("--list", action="store_true", help="list the configs and their sweeps")
+    parse.add_argument("--debug", action="store_true", help="a small run of the config that stops at the first NaN, with full tracebacks")
+    return parse
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 2 for a mistake of the user, told in one line; what the pipeline returns otherwise."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parse = parser()
+    arguments = parse.parse_intermixed_args(argv)
+    try:
+        return _main(parse, arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _main(parse: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if arguments.list:
+        return list_configs()
+    if arguments.name and "=" in arguments.name:  # --resume DIR a.b=v: the first override landed in the place of the name
+        arguments.overrides, arguments.name = [arguments.name, *arguments.overrides], None
+    if not arguments.name and not arguments.resume:
+        parse.print_usage(sys.stderr)
+        raise ConfigError(f"name a config: {', '.join(configs.list_configs())}")
+    if arguments.sweep:
+        if arguments.resume:
+            raise ConfigError("--sweep and --resume: resume one run of the sweep by its own directory")
+        return sweep(arguments)
+
+    config = resolve(arguments)
+    if arguments.print_config:
+        print(configs.to_yaml(config), end="")
+        return 0
+    configs.check_environments(config)
+    if arguments.debug:
+        os.environ.setdefault("JAX_DEBUG_NANS", "True")
+        os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
+
+    if arguments.dry_run:
+        from experiments import pipeline
+
+        configs.model_config(config)
+        pipeline.describe(config)
+        return 0
+    # Before anything imports JAX: a process that runs JAX's threads is slow and unsafe to start others from.
+    from glm_jax.environments import start_default_sandbox
+
+    start_default_sandbox()
+    configs.model_config(config)
+    directory = pathlib.Path(arguments.resume) if arguments.resume else new_run_directory(config)
+    record_start(config, directory, arguments.overrides)
+    from experiments import pipeline
+
+    try:
+        return pipeline.run(config, directory, resume=bool(arguments.resume))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def resolve(arguments: argparse.Namespace) -> ExperimentConfig:
+    """The config of the named module, or of the run to resume, with the overrides applied."""
+    if not arguments.resume:
+        return configs.load(arguments.name, arguments.overrides, debug=arguments.debug)
+    if arguments.debug:
+        raise ConfigError("--debug and --resume: a resumed run keeps the size it was started with")
+    saved = configs.reload(pathlib.Path(arguments.resume) / "config.yaml")
+    if arguments.name and arguments.name != saved.name:
+        raise ConfigError(f"{arguments.resume} is a run of {saved.name!r}, not of {arguments.name!r}; the name can be left out")
+    return configs.override(saved, arguments.overrides)
+
+
+def list_configs() -> int:
+    for name in configs.list_configs():
+        summary = (configs.config_module(name).__doc__ or "").strip().partition("\n")[0]
+        print(f"{name:<16} {summary}")
+        for sweep_name, runs in configs.sweeps(name).items():
+            print(f"{'':<16} --sweep {sweep_name} ({len(runs)} runs)")
+    return 0
+
+
+def sweep(arguments: argparse.Namespace) -> int:
+    """Every setting in a process of its own, in turn: a run ends with its process's memory, and one that fails ends the sweep."""
+    known = configs.sweeps(arguments.name)
+    if arguments.sweep not in known:
+        raise ConfigError(f"config {arguments.name!r} defines no sweep {arguments.sweep!r}: {configs.nearest(arguments.sweep, known)}")
+    runs = [(*setting, *arguments.overrides) for setting in known[arguments.sweep]]
+    for run in runs:  # a mistake in the last setting should not be found after hours
+        configs.load(arguments.name, run, debug=arguments.debug)
+    flags = [flag for flag in ("--print-config", "--dry-run", "--debug") if getattr(arguments, flag[2:].replace("-", "_"))]
+    for number, run in enumerate(runs, 1):
+        print(f"sweep {arguments.sweep} {number}/{len(runs)}: {' '.join(run)}", flush=True)
+        status = subprocess.run([sys.executable, "-m", "experiments.run", arguments.name, *run, *flags], check=False).returncode
+        if status:
+            return status if status > 0 else 128 - status  # a negative one is the signal that ended it
+    return 0
+
+
+def new_run_directory(config: ExperimentConfig) -> pathlib.Path:
+    """Make and return OUTPUT/NAME/TIME/; runs that start in the same second get -1, -2, …"""
+    base = pathlib.Path(config.output) / config.name / datetime.datetime.now().strftime("%Y-%m-%dT%H-%M-%S")
+    number, directory = 0, base
+    while True:
+        try:
+            directory.mkdir(parents=True)
+            return directory
+        except FileExistsError:
+            number += 1
+            directory = base.with_name(f"{base.name}-{number}")
+
+
+def record_start(config: ExperimentConfig, directory: pathlib.Path, overrides: Sequence[str]) -> None:
+    """Write config.yaml, and add this start to environment.json: a resumed run has one record a start."""
+    configs.save(config, directory / "config.yaml")
+    path = directory / "environment.json"
+    starts = json.loads(path.read_text())["starts"] if path.exists() else []
+    starts.append({"overrides": list(overrides), **environment()})
+    path.write_text(json.dumps({"starts": starts}, indent=2) + "\n")
+
+
+def environment() -> dict[str, object]:
+    """When, with which code and on which machine: what is needed to tell two runs apart."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "git": git_revision(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "packages": versions,
+    }
+
+
+def git_revision() -> str | None:
+    """The commit of this checkout, "-dirty" added when files differ from it; None outside a checkout."""
+    root = pathlib.Path(__file__).parent
+
+    def git(*command: str) -> str:
+        return subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def process_environment(current: Mapping[str, str]) -> dict[str, str] | None:
+    """The environment this program wants, or None when it has it: NPROC sizes XLA's thread pool, the rest is glibc's."""
+    wanted = {"NPROC": "64"} | (ALLOCATOR if sys.platform == "linux" else {})
+    missing = {key: value for key, value in wanted.items() if key not in current}
+    if not missing or RESTARTED in current:  # the marker keeps a system that strips variables from starting it for ever
+        return None
+    return {**current, **missing, RESTARTED: "1"}
+
+
+if __name__ == "__main__":
+    if (wanted := process_environment(os.environ)) is not None:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], wanted)
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""One jitted update: gradients accumulated over microbatches, then one optimizer step. Every phase of training goes through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jax import Array
+
+from glm_jax.data.packing import PackedBatch
+from glm_jax.model import Transformer
+
+Objective = Callable[[Transformer, dict[str, Array]], tuple[Array, dict[str, Array]]]
+PER_TOKEN = ("tokens", "segment_ids", "loss_mask")
+
+
+@struct.dataclass
+class TrainState:
+    """What an update reads and replaces; `step` counts updates, int32."""
+
+    step: Array
+    model: Transformer
+    optimizer: Any
+
+
+def init_state(model: Transformer, optimizer: optax.GradientTransformation) -> TrainState:
+    """A state at step 0 that owns copies of the model's arrays, since an update donates them."""
+    model = jax.tree.map(jnp.copy, model)
+    return TrainState(step=jnp.zeros((), jnp.int32), model=model, optimizer=optimizer.init(model))
+
+
+def build_update(objective: Objective, optimizer: optax.GradientTransformation) -> Callable:
+    """update(state, batch, shared, microbatches) -> (state, metrics); the state is donated.
+
+    `batch` holds arrays [M, rows, T], of which the first `microbatches` (at most M; traced, so no recompilation) are used; `shared` holds
+    scalars that every microbatch sees. The objective returns a loss whose sum over microbatches is the update's loss, and metrics as sums,
+    which are added up (of names that end in `_max` the largest is kept, if above 0); the update's `loss` and `gradient_norm` (before
+    clipping, over all weights) join them.
+    """
+
+    def update(state: TrainState, batch: dict[str, Array], shared: dict[str, Array], microbatches: Array) -> tuple[TrainState, dict]:
+        def one(index):
+            rows = {name: value[index] for name, value in batch.items()}
+            return jax.value_and_grad(objective, has_aux=True)(state.model, rows | shared)
+
+        def add(index, total):
+            (loss, metrics), gradients = total
+            (more_loss, more), more_gradients = one(index)
+            merged = {name: (jnp.maximum if name.endswith("_max") else jnp.add)(metrics[name], more[name]) for name in metrics}
+            return (loss + more_loss, merged), jax.tree.map(jnp.add, gradients, more_gradients)
+
+        shapes = jax.eval_shape(one, 0)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        (loss, metrics), gradients = jax.lax.fori_loop(0, microbatches, add, zeros)
+        changes, optimizer_state = optimizer.update(gradients, state.optimizer, state.model)
+        metrics |= {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
+        return TrainState(state.step + 1, optax.apply_updates(state.model, changes), optimizer_state), metrics
+
+    return jax.jit(update, donate_argnums=0)
+
+
+def supervised_inputs(batch: PackedBatch) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
+    """The arguments (batch, shared, microbatches) of an update for one packed batch as a single microbatch.
+
+    Raises ValueError when no token of it is trained: the mean over none would make every weight NaN.
+    """
+    if not batch.loss_mask.any():
+        raise ValueError(f"no token of the batch {batch.tokens.shape} has loss mask 1: there is nothing to train on")
+    arrays = {name: getattr(batch, name)[None] for name in PER_TOKEN}
+    shared = {"loss_tokens": np.float32(batch.loss_mask.sum()), "real_tokens": np.float32((batch.segment_ids != 0).sum())}
+    return arrays, shared, np.int32(1)

@@ -1,0 +1,13 @@
+"""The lightning indexer for XLA: heads are a loop, so that no [B, T, H, S] array is alive."""
+
+import jax.numpy as jnp
+
+from pallas_kernels.lightning_indexer.reference import visible
+
+
+def index_scores(q_BxTxHxD, k_BxSxD, w_BxTxH, *, query_positions, key_positions, query_segments, key_segments):
+    q, k, w = (x.astype(jnp.float32) for x in (q_BxTxHxD, k_BxSxD, w_BxTxH))
+    scores_BxTxS = 0.0
+    for h in range(q.shape[2]):
+        scores_BxTxS += w[:, :, h, None] * jnp.maximum(jnp.einsum("btd,bsd->bts", q[:, :, h], k), 0)
+    return jnp.where(visible(query_positions, key_positions, query_segments, key_segments), scores_BxTxS, -jnp.inf)
