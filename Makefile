@@ -7,19 +7,17 @@ ARGS ?=
 TESTS ?= tests
 
 BIN = $(VENV)/bin
-# XLA sizes its thread pool from NPROC; more threads than cores keep simulated devices from waiting for each other for ever.
-RUN = NPROC=64 $(BIN)/python
 
 .PHONY: quickstart test test-full lint install clean
 
 quickstart: $(VENV)/.installed
-	$(RUN) -m experiments.run quickstart $(ARGS)
+	$(BIN)/python -m experiments.run quickstart $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(RUN) -m pytest -n $(WORKERS) -m "not slow" $(ARGS) $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS) $(TESTS)
 
 test-full: $(VENV)/.installed-dev
-	$(RUN) -m pytest -n $(WORKERS) $(ARGS) $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS) $(TESTS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

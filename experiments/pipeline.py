@@ -114,7 +114,9 @@ class Pipeline:
         config = self.config
         self.progress.phase("set-up")
         model_config = configs.model_config(config)
-        model = init_model(model_config, jax.random.key(config.seed))
+        # Compiled for one call: optimising dozens of random generators takes longer than running them.
+        init = jax.jit(init_model, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+        model = init(model_config, jax.random.key(config.seed))
         self.sft_state = init_state(model, self.sft_optimizer)
         self.rl_state = init_state(model, self.rl_optimizer)
         if resume and (latest := self.saved.latest()) is not None:

@@ -11,21 +11,12 @@ import pathlib
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from experiments import config as configs
 from glm_jax.config import ConfigError, ExperimentConfig
 
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "grain", "gymnasium", "cereggii", "omegaconf", "libtpu")
-# glibc gives freed memory back to the system and asks for it again at every training step; keeping it makes steps on a CPU
-# 1.1 to 1.4 times faster. Read by the loader only, hence the second start of the interpreter.
-ALLOCATOR = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 36),
-    "MALLOC_TOP_PAD_": str(1 << 26),
-}
-RESTARTED = "GLM_JAX_RESTARTED"
 INTERRUPTED = 130
 
 
@@ -188,16 +179,7 @@ def git_revision() -> str | None:
         return None
 
 
-def process_environment(current: Mapping[str, str]) -> dict[str, str] | None:
-    """The environment this program wants, or None when it has it: NPROC sizes XLA's thread pool, the rest is glibc's."""
-    wanted = {"NPROC": "64"} | (ALLOCATOR if sys.platform == "linux" else {})
-    missing = {key: value for key, value in wanted.items() if key not in current}
-    if not missing or RESTARTED in current:  # the marker keeps a system that strips variables from starting it for ever
-        return None
-    return {**current, **missing, RESTARTED: "1"}
-
-
 if __name__ == "__main__":
-    if (wanted := process_environment(os.environ)) is not None:
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], wanted)
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        os.environ.setdefault("NPROC", "64")  # XLA's thread pool must be larger than the number of devices that wait for each other
     sys.exit(main())

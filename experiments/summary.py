@@ -20,7 +20,7 @@ class Summary:
 
 
 def summarise(results: Mapping[str, Mapping[str, np.ndarray]], environments: Sequence[str], config: ExperimentConfig) -> Summary:
-    """`results[column][kind]` float [N], kind "sampled" or "greedy", entry i for the task of environments[i]; the mean is over environments."""
+    """results[column][kind]: float [N], kind "sampled" or "greedy", entry i of the task of environments[i]; a mean is over environments."""
     names = list(dict.fromkeys(environments))
     of = np.array(environments)
     columns = [column for column in COLUMNS if column in results]

@@ -51,9 +51,9 @@ class ModelSection:
 
 @dataclasses.dataclass(frozen=True)
 class RowsConfig:
-    """Shape of what a model is trained on: rows of `row_length` tokens that segments are packed into, `microbatch_rows` of them at a time."""
+    """Shape of what a model is trained on: rows of `row_length` tokens that segments are packed into, `microbatch_rows` at a time."""
 
-    row_length: int = 128
+    row_length: int = 256
     microbatch_rows: int = 16
 
     def __post_init__(self):
@@ -103,7 +103,7 @@ class RLConfig:
     max_new_tokens: int = 64  # an assistant turn
     temperature: float = 1.0
     actor_threads: int = 2
-    episodes: int = 96  # running at once, over all actor threads
+    episodes: int = 192  # running at once, over all actor threads
     deadline_seconds: float = 60.0  # an episode
     reset_optimizer: bool = False  # forget the optimizer's moments when new weights are published
     replay: Literal["none", "experts", "all"] = "none"  # replay the rollout's experts, or experts and selections, in the learner

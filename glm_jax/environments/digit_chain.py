@@ -50,5 +50,5 @@ class DigitChain(TextEnvironment):
             return [("assistant", f"<think></think>{(results[-1] + rng.integers(1, 10)) % 10}")]
         if fault == "slip":  # any slip reaches the answer: what follows only adds to it
             results = self._results(int(rng.integers(self.length)), int(rng.integers(1, 10)))
-        worked = "".join(f"{sign}{n}={result}" for (sign, n), result in zip(self.operations, results))
+        worked = "".join(f"{sign}{n}={result}" for (sign, n), result in zip(self.operations, results, strict=True))
         return [("assistant", f"<think>{self.start}{worked}</think>{results[-1]}")]

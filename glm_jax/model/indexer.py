@@ -33,14 +33,12 @@ class Indexer:
         return q, k, w * (heads * dim) ** -0.5
 
 
-def indexer_kl(scores: Array, attention_BxTxHxK: Array, valid: Array) -> Array:
-    """KL(p || softmax(I)) per query, float32 [B, T]: p is the head-summed attention, L1-normalised, a constant.
+def indexer_kl(scores: Array, attention_BxTxK: Array, valid: Array) -> Array:
+    """KL(p || softmax(I)) per query, float32 [B, T]: p is the heads' summed attention, L1-normalised, a constant.
 
-    `scores` [B, T, K] and `valid` [B, T, K] are on the same keys as the attention: all visible ones (dense warm-up, eq. 3) or the
-    selection (eq. 4). A query without keys gives 0.
+    `scores` [B, T, K] and `valid` [B, T, K] on the same keys as p: all visible ones (dense warm-up, DeepSeek-V3.2 eq. 3) or the
+    selection (sparse stage, eq. 4).
     """
-    target = jax.lax.stop_gradient(attention_BxTxHxK.sum(axis=2))
-    target = target / jnp.maximum(target.sum(axis=-1, keepdims=True), 1e-20)
     log_q = jax.nn.log_softmax(jnp.where(valid, scores, -1e30), axis=-1)
-    log_p = jnp.log(jnp.maximum(target, 1e-10))
-    return jnp.sum(jnp.where(valid, target * (log_p - log_q), 0), axis=-1)
+    log_p = jnp.log(jnp.maximum(attention_BxTxK, 1e-10))
+    return jnp.sum(jnp.where(valid, attention_BxTxK * (log_p - log_q), 0), axis=-1)

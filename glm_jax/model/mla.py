@@ -13,8 +13,7 @@ from glm_jax.model.indexer import Indexer, indexer_kl
 from glm_jax.model.layers import rms_norm, rotate_interleaved
 from glm_jax.model.parameters import part, weight
 from pallas_kernels.lightning_indexer.api import index_scores
-from pallas_kernels.sparse_mla.reference import masked_mla
-from pallas_kernels.sparse_mla.xla import sparse_mla_with_probabilities
+from pallas_kernels.sparse_mla.api import dense_mla_with_attention, sparse_mla_with_attention
 from pallas_kernels.topk_select.api import select_topk
 
 
@@ -55,13 +54,13 @@ class MLA:
         scale = config.mla.qk_head_dim ** -0.5
         if context.dense_attention:
             visible = scores > -jnp.inf
-            out, _, attention = masked_mla(q_absorbed, q_rope, latent, rope, visible, scale=scale)
+            out, _, attention = dense_mla_with_attention(q_absorbed, q_rope, latent, rope, visible, scale=scale)
             if context.indexer_loss:
                 found["indexer_loss"] = indexer_kl(scores, attention, visible)
         else:
             selection = select_topk(jax.lax.stop_gradient(scores), config.indexer.topk)
             selection = context.replayed_selection(selection)
-            out, _, attention = sparse_mla_with_probabilities(q_absorbed, q_rope, latent, rope, selection, scale=scale)
+            out, _, attention = sparse_mla_with_attention(q_absorbed, q_rope, latent, rope, selection, scale=scale)
             found["selections"] = selection
             if context.indexer_loss:
                 on_selection = jnp.take_along_axis(scores, jnp.maximum(selection, 0), axis=-1)

@@ -126,7 +126,9 @@ class Transformer:
                 experts = replay.experts if kind == "moe_layers" else None
                 selections = None if replay.selections is None else replay.selections[first : first + count]
                 layers = first + jnp.arange(count, dtype=jnp.int32)
-                (x, context), out = jax.lax.scan(self._layer, (x, context), (getattr(self, kind), layers, experts, selections))
+                # One layer is compiled, however many there are; of two, a loop costs more than it saves.
+                (x, context), out = jax.lax.scan(
+                    self._layer, (x, context), (getattr(self, kind), layers, experts, selections), unroll=count if count <= 2 else 1)
                 found.append(out)
 
         real_count = segments.astype(bool).sum(axis=1, dtype=jnp.int32)
@@ -216,10 +218,5 @@ def init_model(config: ModelConfig, key: Array, dtype: Any = jnp.float32) -> Tra
 
     Weights are normal with deviation 1/sqrt(fan-in) (embedding: initializer_range), cut at three of them; gains are 1, biases 0.
     """
-
-    def make(key: Array) -> Transformer:
-        return jax.tree.map(
-            lambda d: d.make(key, jnp.float32 if d.path.endswith("router_bias") else dtype), Transformer.declare_tree(config))
-
-    # Compiled for one call: optimising dozens of random generators takes longer than running them.
-    return jax.jit(make, compiler_options={"xla_backend_optimization_level": 0})(key)
+    make = lambda d: d.make(key, jnp.float32 if d.path.endswith("router_bias") else dtype)
+    return jax.tree.map(make, Transformer.declare_tree(config))

@@ -77,12 +77,14 @@ async def run_episode(
     """Runs until the environment ends the episode, the policy runs out of context or of a turn's tokens (TRUNCATED: its own doing,
     reward 0), or something breaks (the typed status says what, and nothing is trained). The session's slot is free when this ends.
     """
-    def timed(action):
-        return asyncio.wait_for(action, settings.deadline_seconds)
+    def deadline():
+        # Not wait_for: on Python 3.11 it loses a cancellation that comes when the action is done, and the episode would go on for ever.
+        return asyncio.timeout(settings.deadline_seconds)
 
     tape = None
     try:
-        observation, _ = await timed(environment.reset_async(seed=task_seed, options={"split": split}))
+        async with deadline():
+            observation, _ = await environment.reset_async(seed=task_seed, options={"split": split})
         tape = Tape(template.prompt([("user", observation)]))
         if len(tape.tokens) >= settings.max_length:
             raise ValueError(
@@ -101,7 +103,8 @@ async def run_episode(
                 return Outcome((tape.segment(),), 0.0, Status.TRUNCATED)
             with tracer.span("actor.step", environment=environment.id):
                 action = template.action(completion.tokens.tolist())
-                observation, reward, terminated, truncated, info = await timed(environment.step_async(action))
+                async with deadline():
+                    observation, reward, terminated, truncated, info = await environment.step_async(action)
             if terminated or truncated:
                 return Outcome((tape.segment(),), float(reward), Status[info["status"]])
             read = template.observe(tape.tokens[-1], observation)

@@ -78,7 +78,11 @@ class Batch:
     staleness: np.ndarray
 
 
-HOPELESS = 4  # times everything on its way is dropped before the run gives up
+HOPELESS = 4  # times as many rollouts as may be on their way are dropped in a row: the run gives up
+
+
+class NoProgress(RuntimeError):
+    """Group after group was dropped and nothing trained: the run would go on for ever."""
 
 
 class Selector:
@@ -89,12 +93,12 @@ class Selector:
     ):
         """`dropped` is told how many rollouts will not be trained, so that others may take their places."""
         self.ring, self.prompts, self.admission, self.config, self._dropped = ring, prompts, admission, config, dropped
-        self._dropped_in_turn = 0
+        self._dropped_in_a_row = collections.Counter()  # reasons of rollouts in groups dropped since the last batch
 
     def next_batch(self, version: int) -> Batch | None:
         """A whole batch if enough groups are ready, else None. Groups that fail the rule are dropped, their prompts issued again.
 
-        Raises RuntimeError when everything that may be on its way was dropped several times over and no update came of it.
+        Raises NoProgress when everything that may be on its way was dropped several times over and no update came of it.
         """
         self.ring.poll()
         wanted = self.config.batch_rollouts // self.config.group_size
@@ -108,12 +112,9 @@ class Selector:
                     chosen.append((tickets, filled))
                     if len(chosen) == wanted:
                         break
-        if self._dropped_in_turn > HOPELESS * self.admission.limit:
-            reasons = {name: number for name, number in self.prompts.ledger.metrics(0).items() if name.startswith("ledger/dropped/")}
-            raise RuntimeError(f"{self._dropped_in_turn} rollouts in turn were dropped without an update; in all: {reasons}")
         if len(chosen) < wanted:
             return None
-        self._dropped_in_turn = 0
+        self._dropped_in_a_row.clear()
         return self._lease(chosen, version)
 
     def _complete_groups(self) -> list[list[Ticket]]:
@@ -135,9 +136,14 @@ class Selector:
 
     def _drop_group(self, tickets: list[Ticket], version: int) -> None:
         ledger, prompt_id = self.prompts.ledger, tickets[0].header.prompt_id
+        self._dropped_in_a_row.update(self._reason(ticket, version) for ticket in tickets)
+        if self._dropped_in_a_row.total() > HOPELESS * self.admission.limit:
+            reasons = ", ".join(f"{number} {reason}" for reason, number in self._dropped_in_a_row.most_common())
+            raise NoProgress(
+                f"{self._dropped_in_a_row.total()} rollouts in a row were dropped and none trained ({reasons}); "
+                f"the last were of {tickets[0].header.environment}")
         with ledger.transaction():
             self._close(tickets, version)
-            self._dropped_in_turn += len(tickets)
             self.admission.dropped(len(tickets))
             self._dropped(len(tickets))
             if prompt_id in ledger.pending_prompts() and ledger.requeue(prompt_id):

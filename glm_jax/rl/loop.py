@@ -138,11 +138,12 @@ class RLLoop:
                 self.ledger.trained(batch.trained_ids)
                 self.ring.release(batch.tickets)
                 self.admission.trained(rl.batch_rollouts)
+                books = self._books()
             self.updates += 1
             if self.updates % rl.publish_every == 0:
                 self._publish()
             wake_all(self.actors)
-            self._report(self.updates, metrics | self._books() | {"seconds_waited": waited, "version": self._version}, batch)
+            self._report(self.updates, metrics | books | {"seconds_waited": waited, "version": self._version}, batch)
             if self.updates % self.config.checkpoint.every == 0 and self.updates < rl.updates:
                 self._save()
         self._save()

@@ -92,6 +92,7 @@ def test_refused_overrides_name_the_key(base, text, named):
     [
         (["rl.mode=sync"], "rl.max_staleness=4"),
         (["rl.mode=sync", "rl.max_staleness=0", "rl.publish_every=2"], "rl.publish_every=2"),
+        (["rl.mode=sync", "rl.max_staleness=0", "rl.episodes=96"], "rl.episodes=96"),
         (["rl.batch_rollouts=100", "rl.group_size=8"], "rl.batch_rollouts=100"),
         (["rl.group_size=1"], "rl.group_size=1"),
         (["rl.eps_low=1.5"], "rl.eps_low=1.5"),
@@ -101,7 +102,6 @@ def test_refused_overrides_name_the_key(base, text, named):
         (["engine.slots=1000"], "engine.slots=1000"),
         (["engine.prefill_rows=90", "engine.slots=10"], "engine.prefill_rows=90"),
         (["rl.max_new_tokens=256"], "rl.max_new_tokens=256"),
-        (["rows.microbatches=3"], "rows.microbatches=3"),
         (["sft.fault_rate=2"], "sft.fault_rate=2"),
         (["sft.dense_steps=10", "sft.warmup_steps=1", "sft.steps=5"], "sft.dense_steps=10"),
         (["environments=[a,a]"], "environments="),
