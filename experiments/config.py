@@ -16,10 +16,12 @@ import typing
 from collections.abc import Iterable, Sequence
 
 import omegaconf
+import yaml
 from omegaconf import OmegaConf
 
 from experiments import configs
 from glm_jax.config import ConfigError, ExperimentConfig, check_model
+from glm_jax.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 
 if typing.TYPE_CHECKING:
     from glm_jax.model import ModelConfig
@@ -89,6 +91,14 @@ def override(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentCo
     return _merge(config, OmegaConf.from_dotlist(list(overrides)))
 
 
+def value(config: ExperimentConfig, key: str) -> object:
+    """What "a.b" is in `config`; None below model.overrides where nothing is set."""
+    here = config
+    for part in key.split("."):
+        here = here.get(part) if isinstance(here, dict) else getattr(here, part, None)
+    return here
+
+
 def save(config: ExperimentConfig, path: pathlib.Path | str) -> None:
     """Write the resolved config as YAML; `reload` gives an equal one."""
     pathlib.Path(path).write_text(to_yaml(config))
@@ -102,8 +112,10 @@ def reload(path: pathlib.Path | str) -> ExperimentConfig:
     """The config that `save` wrote. A file of another version of the code fails on the key that changed. Raises: ConfigError."""
     try:
         saved = OmegaConf.load(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{path} does not exist: a run directory holds config.yaml") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not readable: {error}") from None
     for key in _leaf_keys(saved):
         _check_key(key, ExperimentConfig)
     return _merge(ExperimentConfig, saved)
@@ -128,7 +140,20 @@ def model_config(config: ExperimentConfig) -> ModelConfig:
     except ValueError as error:
         raise ConfigError(f"model: {error}") from error
     check_model(config, model)
+    if (known := tokenizer(config).vocab_size) > model.vocab_size:
+        raise ConfigError(
+            f"model.overrides.vocab_size={model.vocab_size}: tokenizer={config.tokenizer} has {known} ids; set it to {known} or more")
     return model
+
+
+def tokenizer(config: ExperimentConfig) -> Tokenizer:
+    """Raises: ConfigError for a file that is not there or is no tokenizer."""
+    if config.tokenizer == "byte":
+        return ByteTokenizer()
+    try:
+        return load_tokenizer(config.tokenizer)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"tokenizer={config.tokenizer}: {error}") from error
 
 
 def _merge(base: ExperimentConfig | type[ExperimentConfig], changes: omegaconf.DictConfig) -> ExperimentConfig:

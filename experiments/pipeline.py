@@ -20,7 +20,6 @@ from experiments.summary import summarise
 from glm_jax.config import ExperimentConfig
 from glm_jax.data.chat import ChatTemplate
 from glm_jax.data.pipelines import packed_batches
-from glm_jax.data.tokenizers import ByteTokenizer, load_tokenizer
 from glm_jax.environments.demonstrations import Demonstrations, demonstration_source
 from glm_jax.metrics import MetricsWriter
 from glm_jax.model import init_model
@@ -33,7 +32,7 @@ from glm_jax.training.objectives import supervised_loss
 from glm_jax.training.optimizers import adamw
 from glm_jax.training.step import TrainState, build_update, init_state, supervised_inputs
 
-PHASES = ("sft", "evaluate_sft", "rl", "evaluate_rl", "control", "evaluate_control")
+PHASES = ("sft", "evaluate_sft", "rl", "evaluate_rl", "control", "evaluate_control", "done")
 EXIT_STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 REPORT_EVERY = 20  # supervised steps between metrics lines: each line waits for the device
 SAMPLES_PER_REPORT = 2  # trajectories kept for the report, an update
@@ -79,7 +78,7 @@ class Pipeline:
     ):
         self.config, self.directory, self.progress, self.metrics = config, directory, progress, metrics
         self.saved, self.tracer, self.stop = saved, tracer, stop
-        self.tokenizer = ByteTokenizer() if config.tokenizer == "byte" else load_tokenizer(config.tokenizer)
+        self.tokenizer = configs.tokenizer(config)
         self.template = ChatTemplate(self.tokenizer)
         sft, rl = config.sft, config.rl
         self.sft_optimizer = adamw(sft.learning_rate, warmup_steps=sft.warmup_steps, weight_decay=sft.weight_decay)
@@ -95,7 +94,7 @@ class Pipeline:
 
     def run(self, resume: bool) -> None:
         self._initialise(resume)
-        for phase in PHASES[PHASES.index(self.document["phase"]) :]:
+        for phase in PHASES[PHASES.index(self.document["phase"]) : -1]:
             if not (phase.endswith("control") and not self.config.control):
                 self.document["phase"] = phase
                 with self.tracer.span(f"phase.{phase}"):
@@ -123,6 +122,11 @@ class Pipeline:
             arrays, self.document, self.payloads = self.saved.restore(latest, {"sft": self.sft_state, "rl": self.rl_state})
             self.sft_state, self.rl_state = arrays["sft"], arrays["rl"]
             self.progress.log(f"resuming {self.document['phase']} from checkpoint {latest}")
+            updates = self.document.get("rl", {}).get("updates", 0)
+            if PHASES.index(self.document["phase"]) > PHASES.index("rl") and updates != config.rl.updates:
+                self.progress.log(f"rl.updates={config.rl.updates} changes nothing: RL ended after {updates} updates; start a new run")
+        elif resume:
+            self.progress.log("no checkpoint to resume from: starting from the beginning")
         self._check_stop()
         self.demonstrations: Demonstrations = demonstration_source(
             config.environments, config.sft.demonstrations * len(config.environments), config.seed, fault_rate=config.sft.fault_rate,

@@ -36,7 +36,7 @@ def build(directory: pathlib.Path | str) -> pathlib.Path:
     )
     path = run.directory / "report.html"
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(page, encoding="utf-8")
+    temporary.write_text(page, encoding="utf-8", errors="replace")  # a lone surrogate has no UTF-8 form
     os.replace(temporary, path)
     return path
 

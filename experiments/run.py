@@ -18,6 +18,10 @@ from glm_jax.config import ConfigError, ExperimentConfig
 
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "grain", "gymnasium", "cereggii", "omegaconf", "libtpu")
 INTERRUPTED = 130
+# Keys that may change when a run goes on. Any other would leave a table whose columns, or a ring whose groups, are of different configs.
+RESUMABLE = (
+    "rl.updates", "rl.learning_rate", "rl.deadline_seconds", "rl.actor_threads", "rl.episodes", "engine.slots", "engine.decode_steps",
+    "engine.prefill_rows", "engine.prefill_chunk", "checkpoint.every", "checkpoint.keep")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -97,7 +101,13 @@ def resolve(arguments: argparse.Namespace) -> ExperimentConfig:
     saved = configs.reload(pathlib.Path(arguments.resume) / "config.yaml")
     if arguments.name and arguments.name != saved.name:
         raise ConfigError(f"{arguments.resume} is a run of {saved.name!r}, not of {arguments.name!r}; the name can be left out")
-    return configs.override(saved, arguments.overrides)
+    config = configs.override(saved, arguments.overrides)
+    for text in arguments.overrides:
+        key = text.partition("=")[0]
+        if key not in RESUMABLE and configs.value(config, key) != configs.value(saved, key):
+            raise ConfigError(
+                f"{text}: this run was begun with {configs.value(saved, key)}; with --resume only {', '.join(RESUMABLE)} may change")
+    return config
 
 
 def list_configs() -> int:
@@ -137,6 +147,8 @@ def new_run_directory(config: ExperimentConfig) -> pathlib.Path:
         except FileExistsError:
             number += 1
             directory = base.with_name(f"{base.name}-{number}")
+        except OSError as error:
+            raise ConfigError(f"output={config.output}: cannot make {directory}: {error.strerror}") from error
 
 
 def record_start(config: ExperimentConfig, directory: pathlib.Path, overrides: Sequence[str]) -> None:

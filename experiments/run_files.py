@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 SAMPLES = 3  # trajectories kept from the start and from the end of an environment's part of the file
 
@@ -68,7 +68,8 @@ def read_run(directory: pathlib.Path | str) -> RunFiles:
         if is_number(line.get("step")):
             by_step[line.get("phase"), line["step"]] = by_step.pop((line.get("phase"), line["step"]), {}) | line
     run.lines = sorted(by_step.values(), key=lambda line: line["step"])
-    run.spans = _spans(_json(run, directory / "trace.json") or {})
+    earlier = sorted(directory.glob("trace.*.json"), key=lambda path: (len(path.name), path.name))  # what a resumed run left of each start
+    run.spans = _spans([_json(run, path) or {} for path in (*earlier, directory / "trace.json")])
     run.summary = _json(run, directory / "summary.json") or {}
     paths = sorted((directory / "trajectories").glob("*.jsonl"))
     if not paths:
@@ -111,7 +112,23 @@ def _json_lines(run: RunFiles, path: pathlib.Path) -> Iterator[dict]:
         run.missing.append(f"{path.name} ({broken} broken lines left out)")
 
 
-def _spans(trace: dict) -> list[Span]:
+def _spans(traces: Sequence[dict]) -> list[Span]:
+    """Complete events of a run's starts, one after the other in real time."""
+    began = [_mapping(trace.get("otherData")).get("start_time") for trace in traces]
+    first = min((time for time in began if is_number(time)), default=0.0)
+    spans = [
+        dataclasses.replace(span, start=span.start + offset, end=span.end + offset)
+        for trace, time in zip(traces, began, strict=True)
+        for offset in [time - first if is_number(time) else 0.0]
+        for span in _one_start(trace)]
+    return sorted(spans, key=lambda span: span.start)
+
+
+def _mapping(value: object) -> dict:
+    return value if isinstance(value, dict) else {}
+
+
+def _one_start(trace: dict) -> list[Span]:
     """Complete events, the tracks of one thread's tasks ("actor-0 #3") counted as that thread."""
     events = [event for event in trace.get("traceEvents", []) if isinstance(event, dict)]
     threads = {e.get("tid"): e.get("args", {}).get("name", "") for e in events if e.get("ph") == "M" and e.get("name") == "thread_name"}
@@ -121,7 +138,7 @@ def _spans(trace: dict) -> list[Span]:
             thread = threads.get(event.get("tid")) or f"thread {event.get('tid')}"
             start = event["ts"] / 1e6
             spans.append(Span(thread.partition(" #")[0], str(event.get("name")), start, start + event["dur"] / 1e6))
-    return sorted(spans, key=lambda span: span.start)
+    return spans
 
 
 def _samples(stem: str, trajectories: Iterator[dict]) -> dict[str, list[dict]]:

@@ -83,6 +83,8 @@ class SFTConfig:
         for name in ("fault_rate", "clean_first"):
             value = getattr(self, name)
             require(0 <= value <= 1, f"sft.{name}", value, "is a share, from 0 to 1")
+        remedy = f"leaves no clean demonstration to begin with: sft.clean_first={self.clean_first}"
+        require(self.fault_rate < 1 or self.clean_first == 0, "sft.fault_rate", self.fault_rate, remedy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +106,7 @@ class RLConfig:
     temperature: float = 1.0
     actor_threads: int = 2
     episodes: int = 192  # running at once, over all actor threads
-    deadline_seconds: float = 60.0  # an episode
+    deadline_seconds: float = 300.0  # one wait for the environment, its place in the sandbox's queue included
     reset_optimizer: bool = False  # forget the optimizer's moments when new weights are published
     replay: Literal["none", "experts", "all"] = "none"  # replay the rollout's experts, or experts and selections, in the learner
     freeze_indexer: bool = True
@@ -163,11 +165,9 @@ class EvaluationConfig:
     tasks: int = 200  # an environment
     split: Literal["train", "validation", "test"] = "validation"
     temperature: float = 1.0  # of the sampled column; the greedy column is always there
-    every: int = 0  # updates between evaluations during RL; 0: only between phases
 
     def __post_init__(self):
         _positive("evaluation", self, "tasks", "temperature")
-        _not_negative("evaluation", self, "every")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +197,7 @@ class ExperimentConfig:
 
     def __post_init__(self):
         require(bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*", self.name)), "name", self.name, "names a directory: letters, digits, . _ -")
-        require(self.seed >= 0, "seed", self.seed, "must be 0 or greater")
+        require(0 <= self.seed < 2**32, "seed", self.seed, "must be 0 or greater, and below 2**32")
         require(len(self.environments) > 0, "environments", "[]", "name at least one, e.g. environments=[glm_jax/Calculator-v0]")
         repeated = sorted({e for e in self.environments if self.environments.count(e) > 1})
         require(not repeated, "environments", list(self.environments), f"{', '.join(repeated)} is there more than once")

@@ -19,10 +19,10 @@ def config() -> ExperimentConfig:
         environments=("glm_jax/Calculator-v0", "glm_jax/DigitChain-v0", "glm_jax/CodeSteps-v0"),
         rows=RowsConfig(row_length=128, microbatch_rows=16),
         sft=SFTConfig(
-            steps=1000, dense_steps=600, learning_rate=3e-3, weight_decay=0.01, demonstrations=4000, fault_rate=0.4, clean_first=0.7,
+            steps=1100, dense_steps=650, learning_rate=3e-3, weight_decay=0.01, demonstrations=4000, fault_rate=0.4, clean_first=0.7,
             rows=16,
         ),
-        rl=RLConfig(updates=80, batch_rollouts=128, group_size=8, learning_rate=4e-4, episodes=128, max_new_tokens=64),
+        rl=RLConfig(updates=100, batch_rollouts=128, group_size=8, learning_rate=4e-4, episodes=128, max_new_tokens=64),
         engine=EngineSection(slots=64, max_length=128, decode_steps=8, prefill_rows=16, prefill_chunk=32),
         evaluation=EvaluationConfig(tasks=200, split="validation"),
         checkpoint=CheckpointConfig(every=25, keep=2),

@@ -173,9 +173,14 @@ def run(request: dict, own_processes: int) -> dict:
     if sender != nonce.encode():
         return {"kind": "error", "outputs": [], "message": "ended without a result"}
     try:
-        return json.loads(body)
+        result = json.loads(body)
     except (ValueError, RecursionError) as error:
         return {"kind": "error", "outputs": [], "message": f"unreadable result: {error}"[:200]}
+    # A program that found the nonce may send anything: it must not pass for a failure of the sandbox, which would spare it its reward of 0.
+    match result:
+        case {"kind": "ok" | "error" as kind, "outputs": list(outputs), "message": str(message)}:
+            return {"kind": kind, "outputs": outputs, "message": message}
+    return {"kind": "error", "outputs": [], "message": "not a result"}
 
 
 def main() -> None:

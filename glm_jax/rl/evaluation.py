@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from glm_jax import environments
-from glm_jax.config import ExperimentConfig
+from glm_jax.config import ConfigError, ExperimentConfig
 from glm_jax.data.chat import ChatTemplate
 from glm_jax.environments.seeds import generator
 from glm_jax.model import Transformer
@@ -32,11 +32,13 @@ class Task:
 
 
 def evaluation_tasks(environment_ids: Sequence[str], split: str, count: int) -> list[Task]:
-    """`count` tasks an environment with distinct contents, the same for every model and run."""
+    """`count` tasks an environment with distinct contents, the same for every model and run. ConfigError when it has not so many."""
     tasks = []
     for name in environment_ids:
         environment, seen, seed = environments.make(name), set(), 0
         while len(seen) < count:
+            if seed > 100 * count + 1000:
+                raise ConfigError(f"evaluation.tasks={count}: {name} has hardly more than {len(seen)} tasks in its {split} split")
             environment.reset(seed=seed, options={"split": split})
             if environment.content_key() not in seen:
                 seen.add(environment.content_key())

@@ -113,7 +113,7 @@ class RLLoop:
             self.supervisor.stop(error)
         # After a death the run must end soon; when asked to stop, the learner may have to finish compiling and then its update.
         alive = self.supervisor.join(seconds=5.0 if self.supervisor.error is not None else 120.0)
-        self.engine.stop()
+        self.engine.stop(seconds=0.9 if self.supervisor.error is not None else 60.0)
         if self.engine.error is not None:  # actors die of the engine's death: tell of its own, not of theirs
             raise self.engine.error
         self.supervisor.raise_error()

@@ -83,20 +83,23 @@ class Engine:
         self._thread.start()
         return self
 
-    def stop(self) -> None:
-        """Ends the thread between two dispatches; unanswered requests end "cancelled". Waits a second at most: it may be compiling."""
+    def stop(self, seconds: float = 0.9) -> None:
+        """Ends the thread between two dispatches; unanswered requests end "cancelled". Waits at most `seconds`: it may be compiling.
+
+        An interpreter that exits while the thread is inside XLA can abort, so give time where an orderly exit matters.
+        """
         with self._wake:
             self._stopping = True
             self._wake.notify()
         if self._thread.is_alive():
-            self._thread.join(timeout=0.9)
+            self._thread.join(timeout=seconds)
         self._answer_all(lambda: Completion.empty("cancelled"))
 
     def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, *exc) -> None:
-        self.stop()
+        self.stop(seconds=60.0)
 
     async def generate(self, session: int, tokens: Sequence[int] | np.ndarray, params: SamplingParams) -> Completion:
         """Samples from the session's full ids so far; only what its cache lacks is fed. Callable from any event loop.

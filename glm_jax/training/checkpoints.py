@@ -67,7 +67,7 @@ class Checkpoints:
             if latest is not None and step < latest:
                 raise ValueError(f"a checkpoint of step {step} after one of step {latest} in {self._directory} would be the first to go")
             items = ocp.args.Composite(
-                arrays=ocp.args.PyTreeSave({name: _snapshot(leaf) for name, leaf in _named(arrays).items()}),
+                arrays=ocp.args.PyTreeSave({name: _snapshot(leaf) for name, leaf in _stored(_named(arrays)).items()}),
                 json=ocp.args.JsonSave(document),
                 # One array of bytes: Orbax refuses empty arrays and arrays of strings.
                 payloads=ocp.args.PyTreeSave({"npz": np.frombuffer(packed.getvalue(), np.uint8)}),
@@ -134,12 +134,13 @@ class Checkpoints:
 
     def _read(self, step: int, template: Any) -> tuple[Any, dict, dict[str, np.ndarray]]:
         leaves = _named(template)
-        self._check(step, leaves)
+        stored = _stored(leaves)
+        self._check(step, stored)
         shardings = {name: _sharding(leaf) for name, leaf in leaves.items()}
         items = self._manager.restore(
             step,
             args=ocp.args.Composite(
-                arrays=ocp.args.PyTreeRestore(dict.fromkeys(leaves, 0), restore_args={n: _restore_as(s) for n, s in shardings.items()}),
+                arrays=ocp.args.PyTreeRestore(dict.fromkeys(stored, 0), restore_args={n: _restore_as(shardings[n]) for n in stored}),
                 json=ocp.args.JsonRestore(),
                 payloads=ocp.args.PyTreeRestore({"npz": 0}, restore_args={"npz": _restore_as(None)}),
             ),
@@ -149,7 +150,7 @@ class Checkpoints:
 
         def own(name: str, leaf: Any) -> Any:
             """A copy: what Orbax made may lie over the memory that it read into, and an update donates its state."""
-            array = items.arrays.pop(name)
+            array = items.arrays.pop(name) if name in stored else np.zeros(leaf.shape, leaf.dtype)
             if isinstance(leaf, np.ndarray | np.generic):
                 return np.array(array)
             if shardings[name] is None:
@@ -192,6 +193,11 @@ def _named(tree: Any) -> dict[str, Any]:
     if len(named) != len(leaves) or not named:
         raise ValueError("a checkpoint needs arrays, with paths that differ")
     return named
+
+
+def _stored(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Those with entries: Orbax refuses empty arrays, such as the dense layers of a model that has none."""
+    return {name: leaf for name, leaf in leaves.items() if leaf.size}
 
 
 def _snapshot(leaf: Any) -> Any:

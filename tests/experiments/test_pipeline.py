@@ -16,8 +16,7 @@ import pytest
 from experiments import run
 
 ROOT = pathlib.Path(__file__).parents[2]
-MODEL = {
-    "hidden_size": 16, "layers": 2, "heads": 2, "intermediate_size": 16, "moe.experts": 4, "moe.intermediate_size": 8, "indexer.topk": 6}
+MODEL = {"hidden_size": 16, "layers": 1, "dense_layers": 0, "heads": 2, "moe.experts": 4, "moe.intermediate_size": 8, "indexer.topk": 6}
 SMALL = [
     "environments=[glm_jax/Calculator-v0,glm_jax/DigitChain-v0]", *(f"model.overrides.{key}={value}" for key, value in MODEL.items()),
     "rows.microbatch_rows=4", "sft.steps=4", "sft.dense_steps=2", "sft.warmup_steps=1", "sft.rows=4", "sft.demonstrations=40",

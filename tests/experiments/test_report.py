@@ -135,3 +135,10 @@ def test_a_wrong_directory_is_an_error_without_a_traceback(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["report", "/nowhere"])
     assert report.main() == 2
     assert "/nowhere" in capsys.readouterr().err
+
+
+def test_the_traces_of_a_resumed_run_are_one_timeline(tmp_path):
+    for name, start in (("trace.1.json", 100.0), ("trace.json", 130.0)):
+        span = {"ph": "X", "name": "learner.update", "pid": 1, "tid": 1, "ts": 2e6, "dur": 1e6}
+        (tmp_path / name).write_text(json.dumps({"traceEvents": [span], "otherData": {"start_time": start}}))
+    assert [(span.start, span.end) for span in read_run(tmp_path).spans] == [(2.0, 3.0), (32.0, 33.0)]

@@ -112,7 +112,7 @@ def speaking(model):
 @functools.cache
 def small_model(seed=0):
     config = ModelConfig(
-        vocab_size=288, hidden_size=16, layers=2, dense_layers=1, intermediate_size=16, heads=2,
+        vocab_size=288, hidden_size=16, layers=2, dense_layers=0, intermediate_size=16, heads=2,
         mla=MLAConfig(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4),
         indexer=IndexerConfig(heads=2, head_dim=6, topk=6),
         moe=MoEConfig(experts=4, experts_per_token=2, shared_experts=1, intermediate_size=8), rope_theta=100.0)

@@ -34,7 +34,8 @@ PAYLOADS = {"tokens": np.arange(7, dtype=np.int16), "none": np.zeros((0, 3), np.
 
 def make_state(seed=0):
     key = jax.random.key(seed)
-    layers = {"router_bias": jnp.full(4, -0.0), "kernel": jax.random.normal(key, (3, 4)).astype(jnp.bfloat16)}
+    empty = jnp.zeros((0, 3), jnp.bfloat16)  # the dense layers of a model that has none
+    layers = {"router_bias": jnp.full(4, -0.0), "kernel": jax.random.normal(key, (3, 4)).astype(jnp.bfloat16), "none": empty}
     return init_state(Model(jax.random.normal(key, (5, 3)), layers), OPTIMIZER)
 
 
