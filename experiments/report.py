@@ -91,7 +91,7 @@ def _cells(row: dict) -> Iterator[tuple[str, str]]:
 
 
 def interval(value: object) -> str:
-    """0.81 [0.76, 0.85]"""
+    """0.812 [0.76, 0.85]"""
     if isinstance(value, dict):
         mean, low, high = (value.get(key) for key in ("mean", "low", "high"))
     elif isinstance(value, (list, tuple)) and len(value) == 3:
@@ -101,7 +101,7 @@ def interval(value: object) -> str:
     if not is_number(mean):
         return "–" if mean is None else str(mean)
     text = f"{mean:.3f}" if isinstance(mean, float) else str(mean)
-    return f"{text} [{low:.3f}, {high:.3f}]" if is_number(low) and is_number(high) else text
+    return f"{text} [{low:.2f}, {high:.2f}]" if is_number(low) and is_number(high) else text
 
 
 def sample(trajectory: dict) -> dict[str, object]:

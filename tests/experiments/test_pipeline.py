@@ -62,10 +62,10 @@ def test_a_run_is_interrupted_resumed_and_complete(tmp_path, capsys):
     assert_complete(directory, columns=("demonstrator", "sft", "rl"))
 
 
-def start(*arguments, program=("-m", "experiments.run")):
+def start(*arguments, program=("-m", "experiments.run"), **environment):
     return subprocess.Popen(
         [sys.executable, *program, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "500"})
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "500"} | environment)
 
 
 def finish(process, seconds=120):
@@ -122,6 +122,18 @@ def test_a_signal_before_anything_is_there_leaves_a_directory_to_resume(tmp_path
     status, _, err = finish(start("--resume", str(directory)))
     assert status == 0, err[-2000:]
     assert_complete(directory, columns=("demonstrator", "sft", "rl"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.5, 1.5, 2.5])
+def test_a_signal_while_the_engine_compiles_ends_the_process_in_order(tmp_path, seconds):
+    """A process that exits while a thread is inside XLA aborts."""
+    process = start("quickstart", f"output={tmp_path}", *SMALL, "sft.steps=1", "sft.dense_steps=0", JAX_ENABLE_COMPILATION_CACHE="false")
+    wait_for_line(process, "evaluate sft:")
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    status, _, err = finish(process)
+    assert status == 130, err[-2000:]
 
 
 DEATHS = {

@@ -87,7 +87,7 @@ def test_report_holds_every_part_and_needs_no_network(run):
     assert {f"figure-{key}" for key in SECTIONS - {"success", "trajectories", "config"}} <= page.ids
     assert not page.external
     assert "Not in this run" not in page.text and "Nothing recorded" not in page.text
-    assert "0.800 [0.750, 0.850]" in page.text and "0.100 [0.050, 0.150]" in page.text
+    assert "0.800 [0.75, 0.85]" in page.text and "0.100 [0.05, 0.15]" in page.text
     assert "both at once for 6.0 s" in " ".join(page.text.split())
 
 
