@@ -41,6 +41,29 @@ def marked_processes(mark: str) -> list[int]:
     return found
 
 
+def parents() -> dict[int, tuple[int, str]]:
+    """pid -> (parent's pid, state) of every process."""
+    found = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue  # it ended meanwhile
+        found[int(path.parent.name)] = int(parent), state
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    children = [child for child, (parent, _) in parents().items() if parent == pid]
+    return children + [further for child in children for further in descendants(child)]
+
+
+def running(pids: list[int]) -> list[int]:
+    """Those that still run; a zombie has ended."""
+    now = parents()
+    return [pid for pid in pids if pid in now and now[pid][1] != "Z"]
+
+
 def test_values(sandbox):
     inputs = [1, -(10**30), 2.5, "é\n", None, True, [1, {"a": []}]]
     result = sandbox.run("def f(x): return x", "f", inputs)
@@ -179,13 +202,21 @@ def test_worker_killed_in_the_middle():
         sandbox.run(SQUARE, "f", [4])
         worker = sandbox._workers[0]
         directory = pathlib.Path(worker.directory)
-        running = len(marked_processes("python_worker.py"))
-        threading.Timer(0.5, os.kill, (worker.process.pid, signal.SIGKILL)).start()
+        program = []
+
+        def kill():
+            program.extend(descendants(worker.process.pid))
+            os.kill(worker.process.pid, signal.SIGKILL)
+
+        threading.Timer(0.5, kill).start()
         with pytest.raises(EnvironmentFailure):
             sandbox.run("while True: pass", "f", [1], 30.0)
         assert sandbox.run(SQUARE, "f", [4]).outputs == [16]
         assert not directory.exists()
-        assert len(marked_processes("python_worker.py")) == running  # the program died with its worker
+        until = time.monotonic() + 5
+        while running(program) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert program and not running(program)  # the program died with its worker
 
 
 def test_several_loops_share_it(sandbox):
