@@ -16,7 +16,7 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS) $(TESTS)
 
-test-full: $(VENV)/.installed-dev
+test-full: $(VENV)/.installed-full
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS) $(TESTS)
 
 lint: $(VENV)/.installed-dev
@@ -35,6 +35,10 @@ $(BIN)/python:
 $(VENV)/.installed: setup.cfg pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -e .
 	@touch $@
+
+$(VENV)/.installed-full: setup.cfg pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[dev,real-model]"
+	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed
 
 $(VENV)/.installed-dev: setup.cfg pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[dev]"

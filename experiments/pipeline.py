@@ -21,12 +21,13 @@ from glm_jax.config import ExperimentConfig
 from glm_jax.data.chat import ChatTemplate
 from glm_jax.data.pipelines import packed_batches
 from glm_jax.environments.demonstrations import Demonstrations, demonstration_source
-from glm_jax.metrics import MetricsWriter
+from glm_jax.metrics import MetricsWriter, ratio
 from glm_jax.model import init_model
 from glm_jax.rl.evaluation import Interrupted, demonstrator_success, evaluate, evaluation_tasks
 from glm_jax.rl.learner import Batch, build_rl_update
 from glm_jax.rl.loop import RLLoop, Snapshot, sample_record
 from glm_jax.tracing import Tracer
+from glm_jax.training.balancing import load_violation
 from glm_jax.training.checkpoints import Checkpoints
 from glm_jax.training.objectives import supervised_loss
 from glm_jax.training.optimizers import adamw
@@ -81,12 +82,16 @@ class Pipeline:
         self.tokenizer = configs.tokenizer(config)
         self.template = ChatTemplate(self.tokenizer)
         sft, rl = config.sft, config.rl
-        self.sft_optimizer = adamw(sft.learning_rate, warmup_steps=sft.warmup_steps, weight_decay=sft.weight_decay)
-        frozen = ("router_bias", "indexer") if rl.freeze_indexer else ("router_bias",)
-        self.rl_optimizer = adamw(rl.learning_rate, frozen=frozen)
-        objective = functools.partial(supervised_loss, indexer_coefficient=sft.indexer_loss)
+        untrained = () if sft.mtp_steps else ("mtp",)
+        self.sft_optimizer = adamw(
+            sft.learning_rate, warmup_steps=sft.warmup_steps, weight_decay=sft.weight_decay, frozen=("router_bias", *untrained))
+        self.rl_optimizer = adamw(rl.learning_rate, frozen=("router_bias", "mtp", *(("indexer",) if rl.freeze_indexer else ())))
+        objective = functools.partial(
+            supervised_loss, indexer_coefficient=sft.indexer_loss, balance_coefficient=sft.balance_loss, mtp_coefficient=sft.mtp_loss,
+            mtp_steps=sft.mtp_steps, count_experts=sft.balance_loss > 0 or sft.bias_rate > 0)
         self.sft_updates = {
-            dense: build_update(functools.partial(objective, dense_attention=dense), self.sft_optimizer) for dense in (True, False)}
+            dense: build_update(functools.partial(objective, dense_attention=dense), self.sft_optimizer, sft.bias_rate)
+            for dense in (True, False)}
         self.document: dict = {"phase": PHASES[0], "saves": 0, "sft_steps": 0, "control_steps": 0, "results": {}}
         self.payloads: dict[str, np.ndarray] = {}
         self.sft_state: TrainState
@@ -171,20 +176,16 @@ class Pipeline:
             dense = phase == "sft" and self.document[key] < config.dense_steps
             batch = next(batches)
             with self.tracer.span("sft.update"):
-                self.sft_state, sums = self.sft_updates[dense](self.sft_state, *supervised_inputs(batch))
+                self.sft_state, sums = self.sft_updates[dense](self.sft_state, *supervised_inputs(batch, config.mtp_steps))
                 self.document[key] += 1
                 if self.document[key] % REPORT_EVERY == 0:
-                    sums = {name: float(value) for name, value in jax.device_get(sums).items()}
+                    sums = jax.device_get(sums)
             if self.document[key] % REPORT_EVERY == 0:
                 elapsed = time.perf_counter() - marked
                 marked = time.perf_counter()
-                line = {
-                    "loss": sums["nll"] / sums["loss_tokens"], "accuracy": sums["correct_tokens"] / sums["loss_tokens"],
-                    "gradient_norm": sums["gradient_norm"],
+                line = supervised_line(sums) | {
                     "tokens_per_second": REPORT_EVERY * config.rows * self.config.rows.row_length / elapsed,
                     "dense_attention": float(dense)}
-                if "indexer_kl" in sums:
-                    line["indexer_kl"] = sums["indexer_kl"] / sums["real_tokens"]
                 self.metrics.write(self.document[key], phase, line)
                 self.progress.update(self.document[key], line)
             if self.stop.is_set():
@@ -262,6 +263,23 @@ class Pipeline:
         self.progress.log(summary.text)
 
 
+def supervised_line(sums: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """What is written of an update's sums; see supervised_loss."""
+    line = {
+        "loss": ratio(sums["nll"], sums["loss_tokens"]), "accuracy": ratio(sums["correct_tokens"], sums["loss_tokens"]),
+        "gradient_norm": float(sums["gradient_norm"])}
+    if "indexer_kl" in sums:
+        line["indexer_kl"] = ratio(sums["indexer_kl"], sums["real_tokens"])
+    if "balance" in sums:
+        line["balance_loss"] = ratio(sums["balance"], sums["sequences"])
+    for name in ("expert_load", "mtp_expert_load"):
+        if name in sums:
+            line[f"{name.removesuffix('_load')}_violation"] = load_violation(sums[name])
+    for k, tokens in enumerate(sums.get("mtp_tokens", ()), 1):
+        line |= {f"mtp_{k}/loss": ratio(sums["mtp_nll"][k - 1], tokens), f"mtp_{k}/accuracy": ratio(sums["mtp_correct"][k - 1], tokens)}
+    return line
+
+
 def describe(config: ExperimentConfig) -> None:
     """Prints what a run would build, without allocating a model."""
     model_config = configs.model_config(config)
@@ -273,7 +291,6 @@ def describe(config: ExperimentConfig) -> None:
     limit = (rl.max_staleness + 1) * rl.publish_every * rl.batch_rollouts
     print(f"rl           {rl.mode}: {rl.updates} updates of {rl.batch_rollouts} rollouts in groups of {rl.group_size}; "
           f"at most {limit} rollouts unpublished, staleness at most {rl.max_staleness}")
-    cache = config.engine.slots * config.engine.max_length * model_config.layers * 4 * (
-        model_config.mla.kv_lora_rank + model_config.mla.qk_rope_head_dim + model_config.indexer.head_dim)
+    cache = config.engine.slots * config.engine.max_length * model_config.cache_width * 4
     print(f"engine       {config.engine.slots} slots of {config.engine.max_length} tokens: {cache / 2**20:.1f} MiB of cache")
     print(f"evaluation   {config.evaluation.tasks} {config.evaluation.split} tasks an environment; control: {config.control}")

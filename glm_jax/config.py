@@ -73,11 +73,18 @@ class SFTConfig:
     fault_rate: float = 0.35  # share of episodes in which the scripted demonstrator errs
     clean_first: float = 0.5  # share of the steps that see only demonstrations without a fault
     indexer_loss: float = 1.0  # coefficient of the indexer's loss beside the language-model loss
+    balance_loss: float = 0.0  # coefficient of the sequence-wise balance loss of the experts (GLM-4.5: 1e-4)
+    bias_rate: float = 0.0  # what a step moves the routers' biases by, against the experts' loads (GLM-4.5: 1e-3)
+    mtp_loss: float = 0.0  # coefficient of the loss of mtp_steps further tokens (GLM-4.5: 0.3, then 0.1); 0 leaves the MTP module alone
+    mtp_steps: int = 0
     rows: int = 32  # packed rows a step
 
     def __post_init__(self):
         _positive("sft", self, "learning_rate", "demonstrations", "rows")
         _not_negative("sft", self, "steps", "dense_steps", "warmup_steps", "weight_decay", "indexer_loss")
+        _not_negative("sft", self, "balance_loss", "bias_rate", "mtp_loss", "mtp_steps")
+        remedy = f"sft.mtp_loss={self.mtp_loss}: both must be greater than 0, or neither"
+        require((self.mtp_steps > 0) == (self.mtp_loss > 0), "sft.mtp_steps", self.mtp_steps, remedy)
         require(self.dense_steps <= self.steps, "sft.dense_steps", self.dense_steps, f"must not exceed sft.steps={self.steps}")
         require(self.warmup_steps <= self.steps, "sft.warmup_steps", self.warmup_steps, f"must not exceed sft.steps={self.steps}")
         for name in ("fault_rate", "clean_first"):
@@ -230,6 +237,11 @@ def check_model(config: ExperimentConfig, model_config: ModelConfig) -> None:
     require(replay == "none" or model_config.moe_layers > 0, "rl.replay", replay, f"model.preset={preset} has no experts: rl.replay=none")
     indexed = model_config.indexer is not None
     require(replay != "all" or indexed, "rl.replay", replay, f"model.preset={preset} has no indexer: rl.replay=none or experts")
+    for name in ("balance_loss", "bias_rate"):
+        value = getattr(config.sft, name)
+        require(value == 0 or model_config.moe_layers > 0, f"sft.{name}", value, f"model.preset={preset} has no experts: sft.{name}=0")
+    steps, remedy = config.sft.mtp_steps, "has no MTP module: sft.mtp_loss=0 and sft.mtp_steps=0, or model.overrides.mtp.layers=1"
+    require(steps == 0 or model_config.mtp is not None, "sft.mtp_steps", steps, f"model.preset={preset} {remedy}")
 
 
 def _flat(overrides: dict[str, Any], prefix: str = "") -> dict[str, Any]:

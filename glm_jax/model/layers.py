@@ -8,6 +8,7 @@ from flax import struct
 from jax import Array
 
 from glm_jax.model.parameters import weight
+from glm_jax.parallel.axes import einsum
 
 
 def rms_norm(x: Array, gain: Array, eps: float) -> Array:
@@ -32,23 +33,29 @@ def rotary_angles(positions: Array, dim: int, theta: float) -> tuple[Array, Arra
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotate_interleaved(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotates the pairs (x[2i], x[2i+1]) and returns them de-interleaved, [first of each pair | second of each pair].
+def rotate(x: Array, cos: Array, sin: Array, *, interleaved: bool) -> Array:
+    """Turns the pairs (x[2i], x[2i+1]) if interleaved, else (x[i], x[i + dim/2]); cos and sin [..., dim/2].
 
-    The order differs from the in-place form, the same way for queries and keys, so that their products do not (Hugging Face does likewise).
+    Returns [first of each pair | second of each pair]. For interleaved pairs the order differs from the in-place form, the same way for
+    queries and keys, so that their products do not (Hugging Face does likewise).
     """
-    first, second = x[..., 0::2], x[..., 1::2]
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
+def swiglu(x: Array, gate: Array, up: Array, down: Array) -> Array:
+    """down(silu(gate x) * up x) for x [B, T, D]."""
+    return einsum("btf,fd->btd", jax.nn.silu(x @ gate) * (x @ up), down, "batch", "queries", None)
+
+
 @struct.dataclass
 class DenseFFN:
-    """SwiGLU: down(silu(gate x) * up x)."""
+    """SwiGLU."""
 
     gate: Array = weight("embed", "ff", fan_in=("embed",))
     up: Array = weight("embed", "ff", fan_in=("embed",))
     down: Array = weight("ff", "embed", fan_in=("ff",))
 
     def __call__(self, x: Array) -> Array:
-        return (jax.nn.silu(x @ self.gate) * (x @ self.up)) @ self.down
+        return swiglu(x, self.gate, self.up, self.down)

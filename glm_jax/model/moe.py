@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from glm_jax.model.config import ModelConfig
+from glm_jax.model.layers import swiglu
 from glm_jax.model.parameters import weight
+from glm_jax.parallel.axes import island, sum_over
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 
 
@@ -53,47 +56,110 @@ class MoE:
 
     router: Array = weight("embed", "experts", fan_in=("embed",))
     router_bias: Array = weight("experts", init="zeros")  # float32 whatever the model's type: it decides ties (GLM-4.5 §2)
-    gate_up: Array = weight("experts", "embed", "expert_ff2", fan_in=("embed",))
+    gate_up: Array = weight("experts", "embed", "two", "expert_ff", fan_in=("embed",))
     down: Array = weight("experts", "expert_ff", "embed", fan_in=("expert_ff",))
     shared_gate: Array = weight("embed", "shared_ff", fan_in=("embed",))
     shared_up: Array = weight("embed", "shared_ff", fan_in=("embed",))
     shared_down: Array = weight("shared_ff", "embed", fan_in=("shared_ff",))
 
-    def __call__(self, config: ModelConfig, x_BxTxD: Array, replay_BxTxK: Array | None) -> tuple[Array, Array]:
-        """Returns y [B, T, D] and the experts used, int32 [B, T, K].
+    def __call__(self, config: ModelConfig, x_BxTxD: Array, replay_BxTxK: Array | None) -> tuple[Array, Array, Array]:
+        """Returns y [B, T, D], the experts used int32 [B, T, K] and the router's scores float32 [B, T, E].
 
         Recorded experts (not -1) are used in place of the router's choice; their gates are the router's own, so that it keeps its gradient.
         """
-        x = x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
-        scores = jax.nn.sigmoid(x.astype(jnp.float32) @ self.router.astype(jnp.float32))
-        _, experts = jax.lax.top_k(jax.lax.stop_gradient(scores) + self.router_bias, config.moe.experts_per_token)
-        if replay_BxTxK is not None:
-            recorded = replay_BxTxK.reshape(experts.shape).astype(experts.dtype)
-            experts = jnp.where(recorded >= 0, recorded, experts)
-        gates = jnp.take_along_axis(scores, experts, axis=-1)
-        if config.moe.norm_topk_prob:
-            gates = gates / (gates.sum(axis=-1, keepdims=True) + 1e-20)
-        gates = (gates * config.moe.routed_scaling_factor).astype(x.dtype)
-        y = self.routed(x, experts, gates)
-        y += (jax.nn.silu(x @ self.shared_gate) * (x @ self.shared_up)) @ self.shared_down
-        return y.reshape(x_BxTxD.shape), experts.reshape(*x_BxTxD.shape[:2], -1)
 
-    def routed(self, x_NxD: Array, experts_NxK: Array, gates_NxK: Array) -> Array:
-        """The routed part, dropless: rows are laid out by expert, every expert's rows padded to whole blocks."""
-        tokens, chosen = experts_NxK.shape
-        count = self.gate_up.shape[0]
-        rows = tokens * chosen
-        block = min(64, max(8, rows // count // 2))
-        blocks = -(-rows // block) + count
-        flat = experts_NxK.reshape(-1)
-        one_hot = flat[:, None] == jnp.arange(count)
-        sizes = one_hot.sum(axis=0, dtype=jnp.int32)
-        padded = -(-sizes // block) * block
-        rank = jnp.take_along_axis(jnp.cumsum(one_hot, axis=0, dtype=jnp.int32), flat[:, None], axis=1)[:, 0] - 1
-        places = (jnp.cumsum(padded) - padded)[flat] + rank
-        source = jnp.full(blocks * block, rows, jnp.int32).at[places].set(jnp.arange(rows, dtype=jnp.int32), unique_indices=True)
-        laid_out = permute(x_NxD, jnp.where(source < rows, source // chosen, tokens), places.reshape(tokens, chosen))
-        hidden = grouped_matmul(laid_out, self.gate_up, padded, alignment=block)
-        gate, up = jnp.split(hidden, 2, axis=-1)
-        out = grouped_matmul(jax.nn.silu(gate) * up, self.down, padded, alignment=block)
-        return jnp.einsum("nkd,nk->nd", collect(out, source, places.reshape(tokens, chosen)), gates_NxK)
+        def mixture(x_BxTxD, router, router_bias, gate_up, down, replay_BxTxK):
+            x = x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
+            replay = None if replay_BxTxK is None else replay_BxTxK.reshape(x.shape[0], -1)
+            experts, gates, scores = route(config, x, router, router_bias, replay)
+            y = sum_over(routed(x, experts, gates.astype(x.dtype), gate_up, down), "expert_ff", config.moe.intermediate_size)
+            return tuple(a.reshape(*x_BxTxD.shape[:2], -1) for a in (y, experts, scores))
+
+        rows, whole = ("batch", "queries", None), (None, None)
+        y, experts, scores = island(
+            mixture, (rows, whole, (None,), (None, None, None, "expert_ff"), (None, "expert_ff", None), rows), (rows,) * 3)(
+            x_BxTxD, self.router, self.router_bias, self.gate_up, self.down, replay_BxTxK)
+        if config.moe.shared_experts:
+            y += swiglu(x_BxTxD, self.shared_gate, self.shared_up, self.shared_down)
+        return y, experts, scores
+
+
+def route(config: ModelConfig, x_NxD: Array, router: Array, router_bias: Array, replay_NxK: Array | None) -> tuple[Array, Array, Array]:
+    """Experts of every token int32 [N, K], their gates float32 [N, K], all scores float32 [N, E] (GLM-4.5 §2; DeepSeek-V3 eq. 12-16)."""
+    moe = config.moe
+    scores = jax.nn.sigmoid(x_NxD.astype(jnp.float32) @ router.astype(jnp.float32))
+    choice = jax.lax.stop_gradient(scores) + router_bias
+    if moe.groups > 1:
+        by_group = choice.reshape(*choice.shape[:-1], moe.groups, -1)
+        best_two, _ = jax.lax.top_k(by_group, min(2, by_group.shape[-1]))
+        _, groups = jax.lax.top_k(best_two.sum(axis=-1), moe.topk_groups)
+        allowed = jax.nn.one_hot(groups, moe.groups, dtype=bool).any(axis=-2)
+        choice = jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(choice.shape)
+    _, experts = jax.lax.top_k(choice, moe.experts_per_token)
+    if replay_NxK is not None:
+        experts = jnp.where(replay_NxK >= 0, replay_NxK.astype(experts.dtype), experts)
+    experts = checkpoint_name(experts, "experts")
+    gates = jnp.take_along_axis(scores, experts, axis=-1)
+    if moe.norm_topk_prob:
+        gates = gates / (gates.sum(axis=-1, keepdims=True) + 1e-20)
+    return experts, gates * moe.routed_scaling_factor, scores
+
+
+def routed(x_NxD: Array, experts_NxK: Array, gates_NxK: Array, gate_up_ExDx2xF: Array, down_ExFxD: Array) -> Array:
+    """The chosen experts' gated sum [N, D], dropless: rows are laid out by expert, every expert's rows padded to whole blocks."""
+    tokens, chosen = experts_NxK.shape
+    count, width = down_ExFxD.shape[:2]
+    rows = tokens * chosen
+    block = block_size(rows, count)
+    blocks = -(-rows // block) + count
+    flat = experts_NxK.reshape(-1)
+    one_hot = flat[:, None] == jnp.arange(count)
+    sizes = one_hot.sum(axis=0, dtype=jnp.int32)
+    padded = -(-sizes // block) * block
+    rank = jnp.take_along_axis(jnp.cumsum(one_hot, axis=0, dtype=jnp.int32), flat[:, None], axis=1)[:, 0] - 1
+    places = (jnp.cumsum(padded) - padded)[flat] + rank
+    source = jnp.full(blocks * block, rows, jnp.int32).at[places].set(jnp.arange(rows, dtype=jnp.int32), unique_indices=True)
+    laid_out = permute(x_NxD, jnp.where(source < rows, source // chosen, tokens), places.reshape(tokens, chosen))
+    hidden = grouped_matmul(laid_out, gate_up_ExDx2xF.reshape(count, -1, 2 * width), padded, alignment=block)
+    gate, up = jnp.split(hidden, 2, axis=-1)
+    out = grouped_matmul(jax.nn.silu(gate) * up, down_ExFxD, padded, alignment=block)
+    return jnp.einsum("nkd,nk->nd", collect(out, source, places.reshape(tokens, chosen)), gates_NxK)
+
+
+def block_size(rows: int, experts: int) -> int:
+    """Rows of a block, all experts having one more than they may need: a quarter of an expert's mean share, at most 256."""
+    return min(256, max(8, rows // experts // 4))
+
+
+def sequence_balance(config: ModelConfig, scores_BxTxE: Array, segments_BxT: Array) -> Array:
+    """The sequence-wise balance loss without its coefficient, float32 [B, T] (DeepSeek-V3 eq. 17-20).
+
+    Summed over a sequence's tokens: sum_e f_e P_e, with f_e = E / (K T) times the number of the sequence's T tokens that have expert e
+    among their K highest scores (before the bias), a constant, and P_e the mean of their normalised scores. A packed row holds one
+    sequence a segment; padding (segment 0) gives 0.
+    """
+    moe = config.moe
+
+    def balance(scores, segments):
+        real = segments != 0
+        _, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores), moe.experts_per_token)
+        hits = jax.nn.one_hot(chosen, moe.experts).sum(axis=-2) * real[..., None]
+        rows, length = segments.shape
+        # Segments are runs of real tokens, padding aside: number them by the tokens at which the id changes.
+        previous = jnp.pad(last_real_segment(segments)[:, :-1], ((0, 0), (1, 0)))
+        number = jnp.cumsum(real & (segments != previous), axis=1)
+        row = jnp.arange(rows)[:, None]
+        by_sequence = lambda x: jnp.zeros((rows, length + 1, *x.shape[2:])).at[row, number].add(x)[row, number]
+        tokens = jnp.maximum(by_sequence(real.astype(jnp.float32)), 1)
+        load = by_sequence(hits) * (moe.experts / moe.experts_per_token) / tokens[..., None]
+        share = scores / scores.sum(axis=-1, keepdims=True)
+        return jnp.where(real, jnp.sum(load * share, axis=-1) / tokens, 0)
+
+    return island(balance, (("batch", None, None), ("batch", None)), ("batch", None))(scores_BxTxE, segments_BxT)
+
+
+def last_real_segment(segments_BxT: Array) -> Array:
+    """int32 [B, T]: the segment of the last real token up to and with each place; 0 before the first."""
+    places = jnp.broadcast_to(jnp.arange(segments_BxT.shape[1], dtype=jnp.int32), segments_BxT.shape)
+    last = jax.lax.cummax(jnp.where(segments_BxT != 0, places, 0), axis=1)
+    return jnp.take_along_axis(segments_BxT, last, axis=1)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+
+from glm_jax.parallel.axes import shard, spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,20 +36,25 @@ class Declared:
 
     def make(self, key: jax.Array, dtype: Any) -> jax.Array:
         """The key is folded with the path, so that a weight does not depend on which others exist."""
+        mesh = jax.sharding.get_abstract_mesh()
+        where = None if mesh.empty else spec(self.axes, self.shape, mesh)
         if self.init in ("ones", "zeros"):
-            return jnp.full(self.shape, float(self.init == "ones"), dtype)
+            return jnp.full(self.shape, float(self.init == "ones"), dtype, out_sharding=where)
         key = jax.random.fold_in(key, zlib.crc32(self.path.encode()))
-        return (self.scale * jax.random.truncated_normal(key, -3, 3, self.shape, jnp.float32)).astype(dtype)
+        return (self.scale * jax.random.truncated_normal(key, -3, 3, self.shape, jnp.float32, out_sharding=where)).astype(dtype)
 
 
-def weight(*axes: str, init: str = "normal", fan_in: tuple[str, ...] = ()) -> Any:
-    """A weight field of a flax.struct dataclass. `fan_in` names the axes that a product with it contracts; none means initializer_range."""
-    return struct.field(metadata={"weight": Weight(axes, init, fan_in)})
+def weight(*axes: str, init: str = "normal", fan_in: tuple[str, ...] = (), present: Callable[[Any], Any] | None = None) -> Any:
+    """A weight field of a flax.struct dataclass. `fan_in` names the axes that a product with it contracts; none means initializer_range.
+
+    `present(config)` says whether a model has it; where not, the field is None.
+    """
+    return struct.field(metadata={"weight": Weight(axes, init, fan_in), "present": present})
 
 
-def part(cls: type) -> Any:
-    """A field that is itself a dataclass of weights."""
-    return struct.field(metadata={"part": cls})
+def part(choose: Callable[[Any], type | None]) -> Any:
+    """A field that is itself a dataclass of weights: the class that `choose(config)` names, or None."""
+    return struct.field(metadata={"part": choose})
 
 
 def declare(cls: type, config: Any, *, stack: str | None = None, path: str = "") -> Any:
@@ -55,13 +63,39 @@ def declare(cls: type, config: Any, *, stack: str | None = None, path: str = "")
     for field in dataclasses.fields(cls):
         here = f"{path}/{field.name}".lstrip("/")
         if "part" in field.metadata:
-            fields[field.name] = declare(field.metadata["part"], config, stack=stack, path=here)
+            chosen = field.metadata["part"](config)
+            fields[field.name] = chosen and declare(chosen, config, stack=stack, path=here)
         elif "weight" in field.metadata:
-            spec = field.metadata["weight"]
-            axes = ((stack,) if stack else ()) + spec.axes
+            declared, present = field.metadata["weight"], field.metadata["present"]
+            if present is not None and not present(config):
+                fields[field.name] = None
+                continue
+            axes = ((stack,) if stack else ()) + declared.axes
             scale = config.initializer_range
-            if spec.fan_in:
+            if declared.fan_in:
                 # An axis may be empty (no shared expert): such a weight has no entries to scale.
-                scale = 1 / math.sqrt(max(math.prod(config.size(a) for a in spec.fan_in), 1))
-            fields[field.name] = Declared(here, axes, tuple(config.size(a) for a in axes), spec.init, scale)
+                scale = 1 / math.sqrt(max(math.prod(config.size(a) for a in declared.fan_in), 1))
+            fields[field.name] = Declared(here, axes, tuple(config.size(a) for a in axes), declared.init, scale)
     return cls(**fields)
+
+
+def map_weights(function: Callable[[tuple[str, ...], jax.Array], jax.Array], tree: Any) -> Any:
+    """`tree` with function(axes, w) in place of every weight w, unstacked; what is not a weight stays."""
+    changed = {}
+    for field in dataclasses.fields(tree):
+        value = getattr(tree, field.name)
+        if value is not None and "part" in field.metadata:
+            changed[field.name] = map_weights(function, value)
+        elif value is not None and "weight" in field.metadata:
+            changed[field.name] = function(field.metadata["weight"].axes, value)
+    return dataclasses.replace(tree, **changed)
+
+
+GATHERED = ("embed", "experts")  # axes that weights are stored split over, and no device computes split over
+
+
+def gather(part: Any) -> Any:
+    """A dataclass of weights ready to compute with: whole but for heads and widths. Its transpose scatters the gradients again."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return part
+    return map_weights(lambda axes, w: shard(w, *(None if axis in GATHERED else axis for axis in axes)), part)

@@ -22,7 +22,7 @@ from glm_jax.rl.groups import fill_group, is_valid
 from glm_jax.rl.losses import policy_loss
 from glm_jax.rl.ring import Ticket, TrajectoryRing
 from glm_jax.rl.staleness import Admission, is_stale
-from glm_jax.training.objectives import token_logp
+from glm_jax.training.scoring import token_logp
 from glm_jax.training.step import build_update
 
 

@@ -74,9 +74,7 @@ class RLLoop:
         self.prompts = PromptQueue(stream, self.ledger, rl.group_size, config.seed)
         self.admission = Admission(
             rl.max_staleness, rl.publish_every, rl.batch_rollouts, live=len(survivors), trained=document.get("trained_unpublished", 0))
-        record = RoutingShape(
-            (model_config.moe_layers, model_config.moe.experts_per_token), (model_config.layers, model_config.indexer.topk)
-        ) if rl.replay != "none" else None
+        record = RoutingShape.of(model_config) if rl.replay != "none" else None
         slots = -(-max(self.admission.limit, rl.group_size) // rl.actor_threads // rl.group_size) * rl.group_size
         self.ring = TrajectoryRing(rl.actor_threads, slots + rl.group_size, config.rows.row_length, record)
         self.ring.restore(survivors)

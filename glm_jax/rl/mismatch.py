@@ -16,7 +16,7 @@ import numpy as np
 
 from glm_jax.data.packing import PackedBatch
 from glm_jax.model import Replay, Transformer
-from glm_jax.training.objectives import token_logp
+from glm_jax.training.scoring import token_logp
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from cereggii import AtomicInt64
@@ -94,6 +95,13 @@ class RoutingShape:
 
     experts: tuple[int, int] = (0, 0)
     selections: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of(cls, model: Any) -> RoutingShape:
+        """What a model of this ModelConfig records."""
+        return cls(
+            (model.moe_layers, model.moe.experts_per_token) if model.moe is not None else (0, 0),
+            (len(model.full_layers), model.indexer.topk) if model.indexer is not None else (0, 0))
 
 
 class IndexRing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import optax
 
-UNDECAYED = ("norm", "norm_gain", "norm_bias", "router_bias", "embedding")
+UNDECAYED = ("norm", "norm_gain", "_bias", "embedding")  # how their names end
 
 
 def path_name(path: tuple) -> str:

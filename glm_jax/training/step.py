@@ -14,6 +14,8 @@ from jax import Array
 
 from glm_jax.data.packing import PackedBatch
 from glm_jax.model import Transformer
+from glm_jax.training.balancing import balanced
+from glm_jax.training.mtp_loss import mtp_tokens
 
 Objective = Callable[[Transformer, dict[str, Array]], tuple[Array, dict[str, Array]]]
 PER_TOKEN = ("tokens", "segment_ids", "loss_mask")
@@ -34,13 +36,14 @@ def init_state(model: Transformer, optimizer: optax.GradientTransformation) -> T
     return TrainState(step=jnp.zeros((), jnp.int32), model=model, optimizer=optimizer.init(model))
 
 
-def build_update(objective: Objective, optimizer: optax.GradientTransformation) -> Callable:
+def build_update(objective: Objective, optimizer: optax.GradientTransformation, bias_rate: float = 0.0) -> Callable:
     """update(state, batch, shared, microbatches) -> (state, metrics); the state is donated.
 
     `batch` holds arrays [M, rows, T], of which the first `microbatches` (at most M; traced, so no recompilation) are used; `shared` holds
     scalars that every microbatch sees. The objective returns a loss whose sum over microbatches is the update's loss, and metrics as sums,
     which are added up (of names that end in `_max` the largest is kept, if above 0); the update's `loss` and `gradient_norm` (before
-    clipping, over all weights) join them.
+    clipping, over all weights) join them. A `bias_rate` moves the routers' biases after the optimizer's step, against the loads that the
+    objective counts among its metrics, see `balanced`; the optimizer itself should leave them alone.
     """
 
     def update(state: TrainState, batch: dict[str, Array], shared: dict[str, Array], microbatches: Array) -> tuple[TrainState, dict]:
@@ -55,22 +58,30 @@ def build_update(objective: Objective, optimizer: optax.GradientTransformation) 
             return (loss + more_loss, merged), jax.tree.map(jnp.add, gradients, more_gradients)
 
         shapes = jax.eval_shape(one, 0)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        where = lambda s: None if jax.sharding.get_abstract_mesh().empty else s.sharding
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=where(s)), shapes)
         (loss, metrics), gradients = jax.lax.fori_loop(0, microbatches, add, zeros)
         changes, optimizer_state = optimizer.update(gradients, state.optimizer, state.model)
         metrics |= {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
-        return TrainState(state.step + 1, optax.apply_updates(state.model, changes), optimizer_state), metrics
+        model = optax.apply_updates(state.model, changes)
+        if bias_rate:
+            model = balanced(model, metrics, bias_rate)
+        return TrainState(state.step + 1, model, optimizer_state), metrics
 
     return jax.jit(update, donate_argnums=0)
 
 
-def supervised_inputs(batch: PackedBatch) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
-    """The arguments (batch, shared, microbatches) of an update for one packed batch as a single microbatch.
+def supervised_inputs(batch: PackedBatch, mtp_steps: int = 0) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
+    """The arguments (batch, shared, microbatches) of an update with `supervised_loss` for one packed batch as a single microbatch.
 
     Raises ValueError when no token of it is trained: the mean over none would make every weight NaN.
     """
     if not batch.loss_mask.any():
         raise ValueError(f"no token of the batch {batch.tokens.shape} has loss mask 1: there is nothing to train on")
     arrays = {name: getattr(batch, name)[None] for name in PER_TOKEN}
-    shared = {"loss_tokens": np.float32(batch.loss_mask.sum()), "real_tokens": np.float32((batch.segment_ids != 0).sum())}
+    shared = {
+        "loss_tokens": np.float32(batch.loss_mask.sum()), "real_tokens": np.float32((batch.segment_ids != 0).sum()),
+        "sequences": np.float32(batch.segment_ids.max(axis=1).sum())}
+    if mtp_steps:
+        shared["mtp_tokens"] = mtp_tokens(batch.segment_ids, batch.loss_mask, mtp_steps)
     return arrays, shared, np.int32(1)

@@ -1,10 +1,13 @@
 """Grouped matmul for CPU: blocks of rows that belong to one group, so FLOPs follow the routed rows.
 
-`lax.ragged_dot` on CPU is a dense masked product over all groups. Here the groups are padded to whole blocks and each block is multiplied
-with its group's matrix, one batched product: FLOPs are those of N rows plus at most one block a group.
+`lax.ragged_dot` on CPU is a dense masked product over all groups. Here the groups are padded to whole blocks and a loop multiplies each
+block with its group's matrix, which is read in place: FLOPs are those of N rows plus at most one block a group.
 """
 
+import jax
 import jax.numpy as jnp
+
+from pallas_kernels.dispatch import varying_alike
 
 
 def padded_layout(group_sizes_E, rows, block):
@@ -19,9 +22,35 @@ def padded_layout(group_sizes_E, rows, block):
     return starts, blocks, jnp.minimum(group_of_block, group_sizes_E.shape[0] - 1)
 
 
+@jax.custom_vjp
+def multiply_blocks(x_NxbxD, w_ExDxF, group_N):
+    """out[n] = x[n] @ w[group[n]], [N, b, F]."""
+    return jax.lax.map(lambda block: block[0] @ w_ExDxF[block[1]], (x_NxbxD, group_N))
+
+
+def _forward(x_NxbxD, w_ExDxF, group_N):
+    return multiply_blocks(x_NxbxD, w_ExDxF, group_N), (x_NxbxD, w_ExDxF, group_N)
+
+
+def _backward(saved, gradient_NxbxF):
+    x_NxbxD, w_ExDxF, group_N = saved
+
+    def step(gradient_w, block):  # differentiating the loop would add a whole [E, D, F] a block
+        x, gradient, group = block
+        return gradient_w.at[group].add(x.T @ gradient), gradient @ w_ExDxF[group].T
+
+    zeros = varying_alike(jnp.zeros_like(w_ExDxF), gradient_NxbxF)[0]
+    gradient_w, gradient_x = jax.lax.scan(step, zeros, (x_NxbxD, gradient_NxbxF, group_N))
+    return gradient_x, gradient_w, None
+
+
+multiply_blocks.defvjp(_forward, _backward)
+
+
 def block_matmul(x_NxD, w_ExDxF, group_of_block, block):
-    blocks_of_rows = x_NxD.reshape(-1, block, x_NxD.shape[-1])
-    return jnp.einsum("nbd,ndf->nbf", blocks_of_rows, w_ExDxF[group_of_block]).reshape(x_NxD.shape[0], -1)
+    x_NxD, w_ExDxF = varying_alike(x_NxD, w_ExDxF)
+    out = multiply_blocks(x_NxD.reshape(-1, block, x_NxD.shape[-1]), w_ExDxF, group_of_block)
+    return out.reshape(x_NxD.shape[0], -1)
 
 
 def grouped_matmul(x_NxD, w_ExDxF, group_sizes_E, *, alignment=1):

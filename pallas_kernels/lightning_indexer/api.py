@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.dispatch import choose
 from pallas_kernels.lightning_indexer import reference, xla
 from pallas_kernels.topk_select.api import select_topk
+
+SPANS, MIN_SPAN = 4, 128  # a long row's queries are taken in parts that each score the keys up to their end
 
 
 def index_scores(
@@ -26,10 +29,24 @@ def index_scores(
 
 def index_topk(
     q_BxTxHxD: Array, k_BxSxD: Array, w_BxTxH: Array, *, k: int,
-    query_positions: Array, key_positions: Array, query_segments: Array, key_segments: Array, implementation: str = "auto",
+    query_positions: Array, key_positions: Array, query_segments: Array, key_segments: Array, same_row: bool = False,
+    implementation: str = "auto",
 ) -> Array:
-    """Positions in the row of the k highest visible scores, int32 [B, T, min(k, S)], ascending, -1 last; ties go to the lowest position."""
-    scores = index_scores(
-        q_BxTxHxD, k_BxSxD, w_BxTxH, query_positions=query_positions, key_positions=key_positions,
-        query_segments=query_segments, key_segments=key_segments, implementation=implementation)
-    return select_topk(scores, k, implementation=implementation)
+    """Positions in the row of the k highest visible scores, int32 [B, T, min(k, S)], ascending, -1 last; ties go to the lowest position.
+
+    `same_row` is the caller's promise that key s is of the token of query s: the keys behind a query are then not even scored, nearly.
+    """
+    length, size = q_BxTxHxD.shape[1], k_BxSxD.shape[1]
+    spans = SPANS if same_row and length >= MIN_SPAN * SPANS and implementation != "reference" else 1
+    span = -(-length // spans)
+    found = []
+    for start in range(0, length, span):
+        end = min(start + span, length)
+        keys = end if spans > 1 else size
+        scores = index_scores(
+            q_BxTxHxD[:, start:end], k_BxSxD[:, :keys], w_BxTxH[:, start:end],
+            query_positions=query_positions[:, start:end], query_segments=query_segments[:, start:end],
+            key_positions=key_positions[:, :keys], key_segments=key_segments[:, :keys], implementation=implementation)
+        places = select_topk(scores, k, implementation=implementation)
+        found.append(jnp.pad(places, ((0, 0), (0, 0), (0, min(k, size) - places.shape[-1])), constant_values=-1))
+    return jnp.concatenate(found, axis=1)

@@ -104,6 +104,9 @@ def test_refused_overrides_name_the_key(base, text, named):
         (["rl.max_new_tokens=256"], "rl.max_new_tokens=256"),
         (["sft.fault_rate=2"], "sft.fault_rate=2"),
         (["sft.dense_steps=10", "sft.warmup_steps=1", "sft.steps=5"], "sft.dense_steps=10"),
+        (["sft.bias_rate=-1"], "sft.bias_rate=-1"),
+        (["sft.mtp_steps=3"], "sft.mtp_steps=3"),
+        (["sft.mtp_loss=0.3"], "sft.mtp_steps=0"),
         (["environments=[a,a]"], "environments="),
         (["checkpoint.every=0"], "checkpoint.every=0"),
     ],
@@ -149,6 +152,27 @@ def test_replay_needs_what_it_replays(base):
     check_model(config, Dense(moe_layers=1))
     with pytest.raises(ConfigError, match="no indexer"):
         check_model(configs.override(base, ["rl.replay=all"]), Dense(moe_layers=1))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "lacks"), [("balance_loss", 1e-4, "experts"), ("bias_rate", 1e-3, "experts"), ("mtp_steps", 2, "MTP")])
+def test_losses_need_the_part_that_they_train(base, key, value, lacks):
+    @dataclasses.dataclass
+    class Dense:
+        moe_layers: int = 0
+        indexer: object = None
+        mtp: object = None
+
+    config = dataclasses.replace(base, sft=dataclasses.replace(base.sft, **{key: value}, mtp_loss=0.3 if key == "mtp_steps" else 0))
+    with pytest.raises(ConfigError, match=rf"^sft\.{key}={value}: .*has no {lacks}"):
+        check_model(config, Dense())
+    check_model(config, Dense(moe_layers=1, mtp=object()))
+
+
+def test_a_preset_without_mtp_gets_it_by_an_override(base):
+    assert configs.model_config(base).mtp is None
+    changes = ["model.overrides.mtp.share_selection=true", "sft.mtp_loss=0.3", "sft.mtp_steps=3"]
+    assert configs.model_config(configs.override(base, changes)).mtp.share_selection
 
 
 def test_model_overrides_reach_the_preset(base):

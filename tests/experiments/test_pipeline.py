@@ -11,9 +11,11 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from experiments import run
+from experiments.pipeline import supervised_line
 
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = {"hidden_size": 16, "layers": 1, "dense_layers": 0, "heads": 2, "moe.experts": 4, "moe.intermediate_size": 8, "indexer.topk": 6}
@@ -23,6 +25,7 @@ SMALL = [
     "rl.updates=4", "rl.batch_rollouts=8", "rl.group_size=4", "rl.episodes=8", "rl.max_new_tokens=8",
     "engine.slots=4", "engine.decode_steps=4", "engine.prefill_rows=4", "engine.prefill_chunk=16", "evaluation.tasks=4",
     "checkpoint.every=1"]
+EVERY_LOSS = ["model.overrides.mtp.layers=1", "sft.mtp_steps=2", "sft.mtp_loss=0.3", "sft.balance_loss=1e-4", "sft.bias_rate=1e-3"]
 
 
 def metrics(directory):
@@ -54,12 +57,26 @@ def test_a_run_is_interrupted_resumed_and_complete(tmp_path, capsys):
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    assert run.main(["quickstart", f"output={tmp_path}", "control=false", *SMALL, "sft.dense_steps=0"]) == 130
+    assert run.main(["quickstart", f"output={tmp_path}", "control=false", *SMALL, "sft.dense_steps=0", *EVERY_LOSS]) == 130
     (directory,) = tmp_path.glob("quickstart/*")
     assert not (directory / "summary.json").exists() and (directory / "report.html").exists()
     assert f"--resume {directory}" in capsys.readouterr().out.replace("\n", "")
     assert run.main(["--resume", str(directory)]) == 0
     assert_complete(directory, columns=("demonstrator", "sft", "rl"))
+
+
+def test_a_line_of_supervised_metrics_has_means_where_the_update_has_sums():
+    sums = {
+        "nll": 6.0, "loss_tokens": 4.0, "correct_tokens": 1.0, "gradient_norm": 0.5, "indexer_kl": 3.0, "real_tokens": 6, "balance": 2.2,
+        "sequences": 2, "expert_load": [[3, 1], [2, 2]], "mtp_expert_load": [[4, 0]], "mtp_nll": [4.0, 0.0], "mtp_tokens": [2.0, 0.0],
+        "mtp_correct": [1.0, 0.0]}
+    line = supervised_line({name: np.array(value) for name, value in sums.items()})
+    assert np.isnan(line.pop("mtp_2/loss")) and np.isnan(line.pop("mtp_2/accuracy"))
+    assert line == pytest.approx({
+        "loss": 1.5, "accuracy": 0.25, "gradient_norm": 0.5, "indexer_kl": 0.5, "balance_loss": 1.1, "expert_violation": 0.25,
+        "mtp_expert_violation": 1.0, "mtp_1/loss": 2.0, "mtp_1/accuracy": 0.5})
+    plain = {name: sums[name] for name in ("nll", "loss_tokens", "correct_tokens", "gradient_norm")}
+    assert supervised_line(plain) == {"loss": 1.5, "accuracy": 0.25, "gradient_norm": 0.5}
 
 
 def start(*arguments, program=("-m", "experiments.run"), **environment):

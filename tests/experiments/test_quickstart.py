@@ -23,6 +23,6 @@ def test_the_demonstrator_errs_in_at_least_three_of_ten_episodes():
 def test_nothing_of_the_architecture_is_left_out():
     model = configs.model_config(configs.load("quickstart", []))
     paths = {declared.path for declared in Transformer.declare(model)}
-    attention = {f"{kind}/attention/{part}" for kind in ("dense_layers", "moe_layers") for part in ("kv_down", "indexer/q_up")}
-    assert paths >= attention | {"dense_layers/ffn/gate", "moe_layers/moe/router_bias", "moe_layers/moe/shared_gate"}
+    attention = {f"{kind}/attention/{part}" for kind in ("dense_layers", "moe_layers") for part in ("kv_down", "q_up")}
+    assert paths >= attention | {"indexer/q_up", "dense_layers/ffn/gate", "moe_layers/moe/router_bias", "moe_layers/moe/shared_gate"}
     assert 0 < model.dense_layers < model.layers and model.moe.experts > model.moe.experts_per_token > 1

@@ -19,6 +19,16 @@ def test_the_config():
     assert names["sweep_staleness"]()[0] == ("rl.max_staleness=1",)
 
 
+def test_the_model(tmp_path):
+    (source,) = [block for block in BLOCKS if "load_pretrained" in block]
+    golden = pathlib.Path(__file__).parents[1] / "golden" / "glm5"
+    source = source.replace('"GLM-5-copy"', repr(str(tmp_path / "copy"))).replace('"GLM-5"', repr(str(golden)))
+    names = {}
+    exec(source, names)
+    assert names["out"].logits.shape == (1, 3, 128) and names["model"].embedding.sharding.num_devices == 8
+    assert (tmp_path / "copy" / "config.json").exists()
+
+
 def test_the_environment():
     (source,) = [block for block in BLOCKS if "TextEnvironment" in block]
     exec(source, {})

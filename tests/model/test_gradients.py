@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from small_model import random_model, small_config
 
-from glm_jax.model import Replay
+from glm_jax.model import Replay, mla
 from glm_jax.model.indexer import indexer_kl
 
 SEGMENTS = np.array([[1] * 7 + [2] * 5, [0] * 2 + [1] * 8 + [0] * 2])
@@ -135,3 +135,17 @@ def test_indexer_kl_gradient_is_softmax_minus_target():
     q /= q.sum()
     np.testing.assert_allclose(value, np.sum(p[valid[0, 0]] * np.log(p[valid[0, 0]] / q[valid[0, 0]])), rtol=1e-5)
     np.testing.assert_allclose(gradient, [[q - p, np.zeros(4)]], atol=1e-6)
+
+
+def test_short_rows_under_a_mask_and_gathered_keys_agree(model, tokens, monkeypatch):
+    """Rows up to DENSE_UP_TO times index_topk attend in expanded form under a mask, longer ones in absorbed form to gathered keys."""
+
+    def logits_and_gradients(up_to):
+        monkeypatch.setattr(mla, "DENSE_UP_TO", up_to)
+        loss = lambda model: (lambda logits: (jnp.sum(jnp.cos(logits) * (SEGMENTS > 0)[..., None]), logits))(
+            model(tokens, segment_ids=SEGMENTS).logits)
+        gradients, logits = jax.jit(jax.grad(loss, has_aux=True), compiler_options={"xla_backend_optimization_level": 0})(model)
+        return jax.tree.leaves((logits * (SEGMENTS > 0)[..., None], gradients))
+
+    for under_a_mask, gathered in zip(logits_and_gradients(4), logits_and_gradients(0), strict=True):
+        np.testing.assert_allclose(under_a_mask, gathered, rtol=0, atol=2e-5 * max(np.abs(gathered).max(), 1e-30))

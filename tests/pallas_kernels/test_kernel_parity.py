@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.dense_attention.api import dense_attention
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.lightning_indexer.api import index_scores, index_topk
 from pallas_kernels.sparse_mla.api import sparse_mla
@@ -174,3 +175,59 @@ def test_unknown_implementation_names_those_there_are():
     for operation, call in calls.items():
         with pytest.raises(ValueError, match=f"{operation}: no implementation 'cuda'; available: auto, reference, xla"):
             call("cuda")
+
+
+@pytest.mark.parametrize("queries, keys, offset, segments, same_row", [
+    (1, 6, 5, None, False), (5, 5, 0, SQUARE[:1] * 2, True), (5, 9, 4, None, False),
+    (130, 130, 0, ([1] * 50 + [0] * 3 + [2] * 77,) * 2, True),  # spans
+    (600, 600, 0, ([0] * 40 + [1] * 560,) * 2, False),  # chunks
+    (2100, 2100, 0, ([1] * 2090 + [0] * 10,) * 2, True),  # both, and neither divides the length
+])
+def test_dense_attention_parity(queries, keys, offset, segments, same_row):
+    rng, heads = np.random.default_rng(queries), (2, 3) if queries < 2000 else (1, 1)
+    batch = 2 if queries < 2000 else 1
+    q, k, v = normal(rng, batch, queries, *heads, 4), normal(rng, batch, keys, heads[0], 4), normal(rng, batch, keys, heads[0], 5)
+    others = layout(batch=batch, queries=queries, keys=keys, offset=offset, segments=segments)
+    assert_parity(dense_attention, (q, k, v), normal(rng, batch, queries, *heads, 5), others, scale=0.3, same_row=same_row)
+
+
+def test_a_query_that_sees_no_key_gets_zero_and_no_gradient():
+    rng = np.random.default_rng(0)
+    q, k, v = normal(rng, 1, 4, 1, 2, 3), normal(rng, 1, 4, 1, 3), normal(rng, 1, 4, 1, 3)
+    others = layout(batch=1, queries=4, keys=4, segments=([0, 1, 1, 0],) * 2)
+    for implementation in ("reference", "xla"):
+        out, gradients = value_and_pullback(dense_attention, implementation, scale=1.0)((q, k, v), jnp.ones((1, 4, 1, 2, 3)), others)
+        assert (out[0, [0, 3]] == 0).all() and (out[0, 1] != 0).any()
+        assert all(np.isfinite(g).all() for g in gradients) and (gradients[0][0, [0, 3]] == 0).all()
+
+
+def test_dense_attention_over_a_selection_is_sparse_mla():
+    """As absorbed MLA: one key, the latent and the rotary part, whose value is the latent."""
+    rng = np.random.default_rng(3)
+    q_latent, q_rope, latent, rope = normal(rng, 2, 9, 3, 6), normal(rng, 2, 9, 3, 4), normal(rng, 2, 9, 6), normal(rng, 2, 9, 4)
+    selection = select_topk(jnp.where(jnp.tri(9, dtype=bool), normal(rng, 2, 9, 9), -jnp.inf), 4)
+    key, q = jnp.concatenate([latent, rope], -1)[:, :, None], jnp.concatenate([q_latent, q_rope], -1)[:, :, None]
+    for implementation in ("reference", "xla"):
+        out = dense_attention(q, key, latent[:, :, None], scale=0.4, **layout(queries=9, keys=9), selection_BxTxK=selection,
+                              same_row=True, implementation=implementation)
+        assert_close(out[:, :, 0], sparse_mla(q_latent, q_rope, latent, rope, selection, scale=0.4)[0])
+
+
+def test_dense_attention_in_bfloat16():
+    rng = np.random.default_rng(4)
+    arguments = [normal(rng, *shape) for shape in ((1, 7, 1, 2, 8), (1, 7, 1, 8), (1, 7, 1, 8))]
+    others = layout(batch=1, queries=7, keys=7)
+    exact = dense_attention(*arguments, scale=0.3, **others)
+    out = dense_attention(*(a.astype(jnp.bfloat16) for a in arguments), scale=0.3, **others)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(np.float32), exact, rtol=2**-6, atol=2**-6 * np.abs(exact).max())
+
+
+def test_spans_of_a_long_row_select_what_the_whole_row_does():
+    """700 queries in four parts, none of which divides a segment, with padding inside."""
+    rng = np.random.default_rng(6)
+    q, k, w = normal(rng, 2, 700, 2, 4), normal(rng, 2, 700, 4), normal(rng, 2, 700, 2)
+    where = layout(queries=700, keys=700, segments=([1] * 300 + [0] * 50 + [2] * 350,) * 2)
+    spans = index_topk(q, k, w, k=200, same_row=True, **where)
+    assert spans.shape == (2, 700, 200)
+    np.testing.assert_array_equal(spans, index_topk(q, k, w, k=200, implementation="reference", **where))

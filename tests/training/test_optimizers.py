@@ -11,9 +11,13 @@ from glm_jax.training.optimizers import adamw, path_name
 WEIGHTS = {
     "embedding": [0.5, -1.0], "head": [2.0, 1.0], "final_norm": [1.0, 1.0],
     "layer": {"attention_norm": [1.0, 2.0], "k_norm_gain": [1.0, 3.0], "k_norm_bias": [0.1, 0.2], "q_up": [1.0, -2.0],
-              "router_bias": [0.3, 0.0]},
+              "router_bias": [0.3, 0.0], "q_bias": [0.2, -0.1], "q_norm": [1.0, 0.5]},
+    "mtp": {"embedding": [0.4, 1.0], "embedding_norm": [1.0, 2.0], "hidden_norm": [1.0, 0.5], "final_norm": [1.0, 2.0],
+            "project": [1.0, -1.0], "head": [0.3, 1.0]},
 }
-UNDECAYED = {"embedding", "final_norm", "layer/attention_norm", "layer/k_norm_gain", "layer/k_norm_bias"}
+UNDECAYED = {
+    "embedding", "final_norm", "layer/attention_norm", "layer/k_norm_gain", "layer/k_norm_bias", "layer/q_bias", "layer/q_norm",
+    "mtp/embedding", "mtp/embedding_norm", "mtp/hidden_norm", "mtp/final_norm"}
 RATE, DECAY, B1, B2 = 0.1, 0.3, 0.9, 0.95
 
 
@@ -59,7 +63,7 @@ def test_decay_alone_moves_matrices_only():
     nothing = jax.tree.map(jnp.zeros_like, weights())
     (after,) = train(adamw(RATE, weight_decay=DECAY), [nothing])
     for name, before in flat(weights()).items():
-        decayed = name in ("head", "layer/q_up")
+        decayed = name in ("head", "layer/q_up", "mtp/project", "mtp/head")
         np.testing.assert_allclose(after[name], before * (1 - RATE * DECAY * decayed), rtol=1e-6)
 
 

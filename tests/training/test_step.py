@@ -133,7 +133,7 @@ def packed(*segments, rows):
 def test_supervised_inputs_are_one_microbatch():
     arrays, shared, microbatches = supervised_inputs(packed(A, C, rows=3))
     assert {name: value.shape for name, value in arrays.items()} == dict.fromkeys(("tokens", "segment_ids", "loss_mask"), (1, 3, LENGTH))
-    assert shared == {"loss_tokens": A[1].sum() + C[1].sum(), "real_tokens": 15} and microbatches == 1
+    assert shared == {"loss_tokens": A[1].sum() + C[1].sum(), "real_tokens": 15, "sequences": 2} and microbatches == 1
 
 
 def test_a_batch_that_trains_nothing_is_refused():

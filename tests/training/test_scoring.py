@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm_jax.training.objectives import token_logp
+from glm_jax.training.scoring import token_logp
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
