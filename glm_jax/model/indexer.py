@@ -14,8 +14,11 @@ from glm_jax.model.config import ModelConfig
 from glm_jax.model.layers import layer_norm, rotate
 from glm_jax.model.parameters import weight
 from glm_jax.parallel.axes import island, mesh_axes
-from pallas_kernels.lightning_indexer.api import index_scores, index_topk
+from pallas_kernels.lightning_indexer.api import index_scores, index_scores_at, index_topk
 from pallas_kernels.topk_select.api import select_topk
+
+# Rows up to this many times index_topk are scored and attended to whole: gathering the selected keys costs more.
+DENSE_UP_TO = 4
 
 
 @struct.dataclass
@@ -51,9 +54,10 @@ def choose(config: ModelConfig, q: Array, k_BxSxD: Array, w: Array, context: Con
 
     def best(q, k, w, replay, *values):
         seen = dict(zip(masks, values, strict=True))
-        if not (context.dense_attention or context.indexer_loss):
+        if not context.dense_attention and (not context.indexer_loss or k.shape[1] > DENSE_UP_TO * config.indexer.topk):
             places = index_topk(q, k, w, k=config.indexer.topk, same_row=same_row, **seen)
-            return (places if replay is None else replayed(replay, places),)
+            places = places if replay is None else replayed(replay, places)
+            return (places, index_scores_at(q, k, w, places)) if context.indexer_loss else (places,)
         scores = index_scores(q, k, w, **seen)
         if context.dense_attention:
             return (scores,)

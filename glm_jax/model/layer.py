@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -19,7 +21,8 @@ from glm_jax.model.parameters import gather, part, weight
 from glm_jax.parallel.axes import shard
 
 attention_class = lambda config: MLA if config.mla is not None else GQA
-REMAT = {"none": None, "layer": jax.checkpoint_policies.save_only_these_names("selection", "experts")}
+_SAVED = {"layer": ("selection", "experts"), "ffn": ("selection", "experts", "attended")}
+REMAT = {"none": None} | {name: jax.checkpoint_policies.save_only_these_names(*names) for name, names in _SAVED.items()}
 
 
 @struct.dataclass
@@ -46,7 +49,7 @@ def apply_layer(
     h = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
     attend = (config, h, context, select) if config.mla is not None else (config, h, context)
     attended, context, found = layer.attention(*attend)
-    x = x + attended
+    x = x + checkpoint_name(attended, "attended")
     h = rms_norm(x, layer.ffn_norm, config.rms_norm_eps)
     if isinstance(layer, DenseLayer):
         return x + layer.ffn(h), context, found
@@ -83,12 +86,16 @@ def run_stack(
         x, context, found = apply_layer(config, layer, x, context, select, experts)
         return (x, context.replace(layer=0, full=0, share=1.0)), found
 
-    if remat != "none":
-        body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
+    body = rematerialised(body, remat)
     context = context.replace(layer=0, full=0, share=1.0)
     # Of two layers, a loop costs more than it saves.
     (x, context), found = jax.lax.scan(body, (x, context), (layers, numbers, scanned, experts), unroll=count if count <= 5 else 1)
     return x, context, found
+
+
+def rematerialised(function: Callable, remat: str) -> Callable:
+    """function, of whose values the backward pass finds those that the policy keeps, and computes the others again."""
+    return function if remat == "none" else jax.checkpoint(function, policy=REMAT[remat], prevent_cse=False)
 
 
 def _span(config: ModelConfig, full: list[int]) -> slice:

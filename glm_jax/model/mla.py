@@ -17,15 +17,13 @@ from jax import Array
 from glm_jax.model.cache import Context, Selection
 from glm_jax.model.config import ModelConfig
 from glm_jax.model.gqa import attend_in_island
-from glm_jax.model.indexer import indexer_kl
+from glm_jax.model.indexer import DENSE_UP_TO, indexer_kl
 from glm_jax.model.layers import rms_norm, rotate
 from glm_jax.model.parameters import weight
 from glm_jax.parallel.axes import einsum, island, mesh_axes, shard
 from pallas_kernels.dense_attention.api import dense_attention
 from pallas_kernels.sparse_mla.api import dense_mla_with_attention, sparse_mla, sparse_mla_with_attention
 
-# Rows up to this many times index_topk attend under a mask: gathering the selected keys costs more than scoring all of them does.
-DENSE_UP_TO = 4
 # (x, query latent, context) -> the keys to attend to, and the context with the indexer's keys stored
 Select = Callable[[Array, Array, Context], tuple[Selection, Context]]
 
@@ -101,8 +99,9 @@ class MLA:
         self, config: ModelConfig, q_nope: Array, q_rope: Array, latent: Array, rope: Array, context: Context, places: Array | None = None,
     ) -> Array:
         """Values [B, T, H, V]: a key (nope | rope) and a value for every head; over the keys at `places` alone, if given."""
+        latent, rope = shard(latent, "batch", None, None), shard(rope, "batch", None, None)  # small; their keys and values are not
         k_nope, v = jnp.einsum("bsc,hnc->bshn", latent, self.k_up), jnp.einsum("bsc,hcv->bshv", latent, self.v_up)
-        k_rope = shard(jnp.broadcast_to(rope[:, :, None], (*k_nope.shape[:3], rope.shape[-1])), "batch", "queries", "heads", None)
+        k_rope = shard(jnp.broadcast_to(rope[:, :, None], (*k_nope.shape[:3], rope.shape[-1])), "batch", None, "heads", None)
         q, k = jnp.concatenate([q_nope, q_rope], axis=-1), jnp.concatenate([k_nope, k_rope], axis=-1)
         attend = functools.partial(dense_attention, scale=config.mla.qk_head_dim**-0.5)
         return attend_in_island(attend, q[:, :, :, None], k, v, context, places)[:, :, :, 0]

@@ -1,4 +1,4 @@
-"""Mixture of experts: sigmoid router with a selection-only bias, dropless dispatch, a shared expert (GLM-4.5 §2; GLM-5 §2)."""
+"""Mixture of experts: sigmoid router with a selection-only bias, a shared expert (GLM-4.5 §2; GLM-5 §2)."""
 
 from __future__ import annotations
 
@@ -7,47 +7,13 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from glm_jax.model.config import ModelConfig
+from glm_jax.model.dispatch import to_experts
 from glm_jax.model.layers import swiglu
 from glm_jax.model.parameters import weight
-from glm_jax.parallel.axes import island, sum_over
-from pallas_kernels.grouped_matmul.api import grouped_matmul
-
-
-@jax.custom_vjp
-def permute(x_NxD: Array, source_M: Array, places_NxK: Array) -> Array:
-    """out[m] = x[source[m]], 0 where source[m] = N; `places` lists each n's K rows of out. Both directions are gathers, never a scatter."""
-    return jnp.take(x_NxD, source_M, axis=0, mode="fill", fill_value=0)
-
-
-def _permute_forward(x_NxD, source_M, places_NxK):
-    return permute(x_NxD, source_M, places_NxK), places_NxK
-
-
-def _permute_backward(places_NxK, gradient_MxD):
-    return jnp.take(gradient_MxD, places_NxK, axis=0, mode="clip").sum(axis=1), None, None
-
-
-permute.defvjp(_permute_forward, _permute_backward)
-
-
-@jax.custom_vjp
-def collect(x_MxD: Array, source_M: Array, places_NxK: Array) -> Array:
-    """out[n, k] = x[places[n, k]], the inverse of `permute`; `source[m]` = n K + k (N K for padding)."""
-    return jnp.take(x_MxD, places_NxK, axis=0, mode="clip")
-
-
-def _collect_forward(x_MxD, source_M, places_NxK):
-    return collect(x_MxD, source_M, places_NxK), source_M
-
-
-def _collect_backward(source_M, gradient_NxKxD):
-    flat = gradient_NxKxD.reshape(-1, gradient_NxKxD.shape[-1])
-    return jnp.take(flat, source_M, axis=0, mode="fill", fill_value=0), None, None
-
-
-collect.defvjp(_collect_forward, _collect_backward)
+from glm_jax.parallel.axes import island, mesh_axes, spec, sum_over
 
 
 @struct.dataclass
@@ -67,21 +33,37 @@ class MoE:
 
         Recorded experts (not -1) are used in place of the router's choice; their gates are the router's own, so that it keeps its gradient.
         """
+        over = mesh_axes("experts", config.moe.experts)
+        ring = bool(over) and set(over) <= set(mesh_axes("batch", x_BxTxD.shape[0]))
+        up, down, stored = self._placed(x_BxTxD.shape[:2])
 
         def mixture(x_BxTxD, router, router_bias, gate_up, down, replay_BxTxK):
             x = x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
             replay = None if replay_BxTxK is None else replay_BxTxK.reshape(x.shape[0], -1)
             experts, gates, scores = route(config, x, router, router_bias, replay)
-            y = sum_over(routed(x, experts, gates.astype(x.dtype), gate_up, down), "expert_ff", config.moe.intermediate_size)
+            if stored:  # here, so that the transpose scatters the gradients
+                gate_up = jax.lax.all_gather(gate_up, stored, axis=1, tiled=True)
+                down = jax.lax.all_gather(down, stored, axis=2, tiled=True)
+            y = to_experts(x, experts, gates.astype(x.dtype), gate_up, down, over=over, ring=ring)
+            y = sum_over(y, "expert_ff", config.moe.intermediate_size)
             return tuple(a.reshape(*x_BxTxD.shape[:2], -1) for a in (y, experts, scores))
 
-        rows, whole = ("batch", "queries", None), (None, None)
-        y, experts, scores = island(
-            mixture, (rows, whole, (None,), (None, None, None, "expert_ff"), (None, "expert_ff", None), rows), (rows,) * 3)(
+        rows = ("batch", "queries", None)
+        y, experts, scores = island(mixture, (rows, (None, None), (None,), up, down, rows), (rows,) * 3)(
             x_BxTxD, self.router, self.router_bias, self.gate_up, self.down, replay_BxTxK)
         if config.moe.shared_experts:
             y += swiglu(x_BxTxD, self.shared_gate, self.shared_up, self.shared_down)
         return y, experts, scores
+
+    def _placed(self, tokens: tuple[int, int]) -> tuple[PartitionSpec | None, PartitionSpec | None, tuple[str, ...]]:
+        """How the island takes the experts' matrices, and the mesh axes it gathers them over: those of their storage that tokens [B, T] are
+        split over too. Gathered inside, they have their gradients scattered, not summed whole."""
+        if jax.sharding.get_abstract_mesh().empty:
+            return None, None, ()
+        experts, embed, _, width = spec(("experts", "embed", "two", "expert_ff"), self.gate_up.shape)
+        split = (*mesh_axes("batch", tokens[0]), *mesh_axes("queries", tokens[1]))
+        stored = tuple(axis for axis in embed or () if axis in split)
+        return PartitionSpec(experts, stored or None, None, width), PartitionSpec(experts, width, stored or None), stored
 
 
 def route(config: ModelConfig, x_NxD: Array, router: Array, router_bias: Array, replay_NxK: Array | None) -> tuple[Array, Array, Array]:
@@ -103,32 +85,6 @@ def route(config: ModelConfig, x_NxD: Array, router: Array, router_bias: Array, 
     if moe.norm_topk_prob:
         gates = gates / (gates.sum(axis=-1, keepdims=True) + 1e-20)
     return experts, gates * moe.routed_scaling_factor, scores
-
-
-def routed(x_NxD: Array, experts_NxK: Array, gates_NxK: Array, gate_up_ExDx2xF: Array, down_ExFxD: Array) -> Array:
-    """The chosen experts' gated sum [N, D], dropless: rows are laid out by expert, every expert's rows padded to whole blocks."""
-    tokens, chosen = experts_NxK.shape
-    count, width = down_ExFxD.shape[:2]
-    rows = tokens * chosen
-    block = block_size(rows, count)
-    blocks = -(-rows // block) + count
-    flat = experts_NxK.reshape(-1)
-    one_hot = flat[:, None] == jnp.arange(count)
-    sizes = one_hot.sum(axis=0, dtype=jnp.int32)
-    padded = -(-sizes // block) * block
-    rank = jnp.take_along_axis(jnp.cumsum(one_hot, axis=0, dtype=jnp.int32), flat[:, None], axis=1)[:, 0] - 1
-    places = (jnp.cumsum(padded) - padded)[flat] + rank
-    source = jnp.full(blocks * block, rows, jnp.int32).at[places].set(jnp.arange(rows, dtype=jnp.int32), unique_indices=True)
-    laid_out = permute(x_NxD, jnp.where(source < rows, source // chosen, tokens), places.reshape(tokens, chosen))
-    hidden = grouped_matmul(laid_out, gate_up_ExDx2xF.reshape(count, -1, 2 * width), padded, alignment=block)
-    gate, up = jnp.split(hidden, 2, axis=-1)
-    out = grouped_matmul(jax.nn.silu(gate) * up, down_ExFxD, padded, alignment=block)
-    return jnp.einsum("nkd,nk->nd", collect(out, source, places.reshape(tokens, chosen)), gates_NxK)
-
-
-def block_size(rows: int, experts: int) -> int:
-    """Rows of a block, all experts having one more than they may need: a quarter of an expert's mean share, at most 256."""
-    return min(256, max(8, rows // experts // 4))
 
 
 def sequence_balance(config: ModelConfig, scores_BxTxE: Array, segments_BxT: Array) -> Array:

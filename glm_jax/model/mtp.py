@@ -10,7 +10,7 @@ from jax import Array
 from glm_jax.model.cache import Context
 from glm_jax.model.config import ModelConfig
 from glm_jax.model.indexer import Indexer
-from glm_jax.model.layer import DenseLayer, MoELayer, apply_layer, own_selection, shared_selection
+from glm_jax.model.layer import DenseLayer, MoELayer, apply_layer, own_selection, rematerialised, shared_selection
 from glm_jax.model.layers import rms_norm
 from glm_jax.model.parameters import gather, part, weight
 from glm_jax.parallel.axes import island
@@ -44,7 +44,7 @@ class MTP:
     embedding: Array | None = weight("vocab", "embed", present=lambda config: config.mtp.own_embeddings)
     head: Array | None = weight("embed", "vocab", fan_in=("embed",), present=lambda config: config.mtp.own_embeddings)
 
-    def __call__(self, config: ModelConfig, embeddings: list[Array], hidden: Array, context: Context) -> MTPOutput:
+    def __call__(self, config: ModelConfig, embeddings: list[Array], hidden: Array, context: Context, remat: str = "none") -> MTPOutput:
         """`embeddings[k]` [B, T, D] is that of token t + k + 1 at entry t, `hidden` [B, T, D] the main model's after its final norm."""
         own, eps = gather(jax.tree.map(lambda w: w[0], self)), config.rms_norm_eps
         share = config.mtp.share_selection and len(embeddings) > 1
@@ -57,8 +57,8 @@ class MTP:
             if config.indexer is not None:
                 select = shared_selection if share and k else own_selection(config, own.indexer, None)
             inside = followed(segments, k + 1)
-            x, context, found = apply_layer(
-                config, own.layer, x, context.replace(query_segments=inside, key_segments=inside), select, None)
+            step = rematerialised(lambda layer, x, context, select=select: apply_layer(config, layer, x, context, select, None), remat)
+            x, context, found = step(own.layer, x, context.replace(query_segments=inside, key_segments=inside))
             found["real"] = inside != 0
             if "indexer_loss" in found:  # a selection that was made for an earlier step has keys where this one has no token
                 found["indexer_loss"] = jnp.where(found["real"], found["indexer_loss"], 0)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from glm_jax.parallel.axes import shard, spec
+from glm_jax.parallel.axes import STORED, shard, spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,11 +91,12 @@ def map_weights(function: Callable[[tuple[str, ...], jax.Array], jax.Array], tre
     return dataclasses.replace(tree, **changed)
 
 
-GATHERED = ("embed", "experts")  # axes that weights are stored split over, and no device computes split over
-
-
 def gather(part: Any) -> Any:
-    """A dataclass of weights ready to compute with: whole but for heads and widths. Its transpose scatters the gradients again."""
+    """A dataclass of weights ready to compute with: whole but for experts, heads and widths. Its transpose scatters the gradients again.
+
+    The experts' matrices stay as they are stored: the mixture gathers its own inside its island.
+    """
     if jax.sharding.get_abstract_mesh().empty:
         return part
-    return map_weights(lambda axes, w: shard(w, *(None if axis in GATHERED else axis for axis in axes)), part)
+    ready = lambda axes, w: w if axes[0] == "experts" else shard(w, *(None if axis in STORED else axis for axis in axes))
+    return map_weights(ready, part)

@@ -92,7 +92,8 @@ class Transformer:
         tokens first. Positions [B, T] turn the rotary embedding; they default to the count of earlier real tokens in the segment, and with
         a cache they follow those stored, always. `dense_attention` attends to all visible keys (DSA's dense warm-up); `indexer_loss` asks
         for the indexers' objective, `balance_loss` for the router's, `mtp_steps` for that many further tokens. `remat`: "layer" keeps of
-        each layer its input, its selection and its experts and computes the rest again in the backward pass; "none" keeps everything.
+        each layer its input, its selection and its experts and computes the rest again in the backward pass; "ffn" keeps the attention's
+        output too; "none" keeps everything.
         Outputs of padding are finite and otherwise unspecified.
 
         Raises ValueError for arguments that exclude each other or whose shapes do not fit.
@@ -127,7 +128,7 @@ class Transformer:
         if mtp_steps:
             ahead = [shift_left(tokens, k + 1) for k in range(mtp_steps)]
             own = self.embedding if self.mtp.embedding is None else self.mtp.embedding[0]
-            mtp = self.mtp(config, [lookup(own, t) for t in ahead], hidden, context.replace(cache=None))
+            mtp = self.mtp(config, [lookup(own, t) for t in ahead], hidden, context.replace(cache=None), remat)
         return Output(
             logits=self.logits(hidden) if compute_logits else None,
             hidden=hidden,

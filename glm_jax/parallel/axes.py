@@ -1,11 +1,13 @@
 """From the logical axes of weights and activations to shardings on the mesh that is set. Without one, every function here does nothing.
 
-A logical axis takes the mesh axes that RULES gives it, as long as they divide its length and no earlier axis of the same array has them.
+A logical axis takes the mesh axes that the rules give it, as long as they divide its length and no other axis of the same array has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,12 +15,17 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh, reshard
 
-RULES: dict[str, tuple[str, ...]] = {
+Rules = Mapping[str, tuple[str, ...]]
+
+# Axes of weights that a device stores a piece of and computes with whole (see parameters.gather): they take what the others leave.
+STORED = ("embed", "q_rank", "kv_rank")
+
+RULES: Rules = {
     # activations
     "batch": ("data", "fsdp", "expert"),
     "queries": ("context",),
-    # weights; see parameters.gather for what a device computes with
-    "embed": ("fsdp", "expert"),
+    # weights
+    **dict.fromkeys(STORED, ("fsdp", "expert", "context", "model")),
     "experts": ("expert",),
     "vocab": ("model",),
     "heads": ("model",),
@@ -28,29 +35,49 @@ RULES: dict[str, tuple[str, ...]] = {
     "expert_ff": ("model",),
 }
 
+# For generation weights stay where they are, and the few rows are not split over experts: each device adds its experts' part of all.
+DECODE_RULES: Rules = {**RULES, "batch": ("data", "fsdp"), **dict.fromkeys(STORED, ())}
 
-def mesh_axes(axis: str | None, size: int, mesh: Mesh | AbstractMesh | None = None) -> tuple[str, ...]:
-    """The mesh axes larger than 1 that `axis` of length `size` is split over: the longest leading part of its rule that divides it."""
+_rules: contextvars.ContextVar[Rules] = contextvars.ContextVar("rules", default=RULES)
+
+
+@contextlib.contextmanager
+def use_rules(rules: Rules) -> Iterator[None]:
+    """These rules in place of RULES while a program is traced, in this thread. A jitted function keeps those of its first trace."""
+    token = _rules.set(rules)
+    try:
+        yield
+    finally:
+        _rules.reset(token)
+
+
+def mesh_axes(
+    axis: str | None, size: int, mesh: Mesh | AbstractMesh | None = None, taken: Sequence[str] | set[str] = (),
+) -> tuple[str, ...]:
+    """The mesh axes larger than 1 that `axis` of length `size` is split over: of its rule without those `taken`, the longest leading part
+    that divides it."""
     mesh = get_abstract_mesh() if mesh is None else mesh
-    taken, parts = [], 1
-    for name in RULES.get(axis, ()):
-        if (width := mesh.shape.get(name, 1)) == 1:
+    names, parts = [], 1
+    for name in _rules.get().get(axis, ()):
+        if name in taken or (width := mesh.shape.get(name, 1)) == 1:
             continue
         if size % (parts * width):
             break
-        taken.append(name)
+        names.append(name)
         parts *= width
-    return tuple(taken)
+    return tuple(names)
 
 
 def spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh | None = None) -> PartitionSpec:
-    """The partition of an array with these logical axes and this shape."""
+    """The partition of an array with these logical axes and this shape; axes that are only stored split choose last."""
+    if len(axes) != len(shape):
+        raise ValueError(f"logical axes {tuple(axes)} for an array of shape {tuple(shape)}")
     used: set[str] = set()
-    entries = []
-    for axis, size in zip(axes, shape, strict=True):
-        names = tuple(name for name in mesh_axes(axis, size, mesh) if name not in used)
+    entries: list[tuple[str, ...] | None] = [None] * len(shape)
+    for i in sorted(range(len(shape)), key=lambda i: axes[i] in STORED):
+        names = mesh_axes(axes[i], shape[i], mesh, used)
         used.update(names)
-        entries.append(names or None)
+        entries[i] = names or None
     return PartitionSpec(*entries)
 
 
@@ -73,11 +100,11 @@ def einsum(subscripts: str, x: Array, w: Array, *axes: str | None, **keywords: A
     return jnp.einsum(subscripts, x, w, out_sharding=spec(axes, [sizes[letter] for letter in out]), **keywords)
 
 
-def island(function: Callable, inputs: Sequence[Sequence[str | None] | None], outputs: Any) -> Callable:
+def island(function: Callable, inputs: Sequence[Sequence[str | None] | PartitionSpec | None], outputs: Any) -> Callable:
     """`function` over each device's own piece of its arguments (shard_map).
 
-    `inputs` gives the logical axes of every argument (None for an argument that is None), `outputs` those of the results, a tuple of
-    tuples for several. A logical axis must have one length in all of them. Without a mesh it is `function` itself.
+    `inputs` gives the logical axes of every argument, or its partition (None for an argument that is None), `outputs` those of the
+    results, a tuple of tuples for several. A logical axis must have one length in all of them. Without a mesh it is `function` itself.
     """
     mesh = get_abstract_mesh()
     if mesh.empty:
@@ -89,6 +116,9 @@ def island(function: Callable, inputs: Sequence[Sequence[str | None] | None], ou
         for axes, argument in zip(inputs, arguments, strict=True):
             if argument is None:
                 in_specs.append(None)
+                continue
+            if isinstance(axes, PartitionSpec):
+                in_specs.append(axes)
                 continue
             in_specs.append(spec(axes, argument.shape))
             split |= {axis: entry for axis, entry in zip(axes, in_specs[-1], strict=True) if axis is not None}

@@ -4,66 +4,68 @@
 block with its group's matrix, which is read in place: FLOPs are those of N rows plus at most one block a group.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import varying_alike
 
 
-def padded_layout(group_sizes_E, rows, block):
-    """Where rows go when every group is padded to whole blocks.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def multiply_blocks(x_NxbxD, w_ExDxF, group_N, used, expected):
+    """out[n] = x[n] @ w[group[n]] for n < used, else 0, [N, b, F]; about `expected` blocks are used."""
+    x_NxbxD, w_ExDxF, group_N, used = varying_alike(x_NxbxD, w_ExDxF, group_N, used)
 
-    Returns (starts int32 [E] of the padded groups, the static number of blocks that always suffices, group_of_block int32 [blocks]).
-    """
-    blocks = -(-rows // block) + group_sizes_E.shape[0]
-    ends = jnp.cumsum(-(-group_sizes_E // block))
-    starts = (ends - (-(-group_sizes_E // block))) * block
-    group_of_block = jnp.searchsorted(ends, jnp.arange(blocks), side="right")
-    return starts, blocks, jnp.minimum(group_of_block, group_sizes_E.shape[0] - 1)
+    def step(n, out):
+        return out.at[n].set(x_NxbxD[n] @ w_ExDxF[group_N[n]])
 
-
-@jax.custom_vjp
-def multiply_blocks(x_NxbxD, w_ExDxF, group_N):
-    """out[n] = x[n] @ w[group[n]], [N, b, F]."""
-    return jax.lax.map(lambda block: block[0] @ w_ExDxF[block[1]], (x_NxbxD, group_N))
+    zeros = jnp.zeros((*x_NxbxD.shape[:2], w_ExDxF.shape[-1]), x_NxbxD.dtype)
+    return _loop(used, step, varying_alike(zeros, x_NxbxD)[0], expected)
 
 
-def _forward(x_NxbxD, w_ExDxF, group_N):
-    return multiply_blocks(x_NxbxD, w_ExDxF, group_N), (x_NxbxD, w_ExDxF, group_N)
+def _forward(x_NxbxD, w_ExDxF, group_N, used, expected):
+    return multiply_blocks(x_NxbxD, w_ExDxF, group_N, used, expected), (x_NxbxD, w_ExDxF, group_N, used)
 
 
-def _backward(saved, gradient_NxbxF):
-    x_NxbxD, w_ExDxF, group_N = saved
+def _backward(expected, saved, gradient_NxbxF):
+    x_NxbxD, w_ExDxF, group_N, used = saved
 
-    def step(gradient_w, block):  # differentiating the loop would add a whole [E, D, F] a block
-        x, gradient, group = block
-        return gradient_w.at[group].add(x.T @ gradient), gradient @ w_ExDxF[group].T
+    def step(n, gradients):  # differentiating the loop would add a whole [E, D, F] a block
+        gradient_x, gradient_w = gradients
+        x, gradient, group = x_NxbxD[n], gradient_NxbxF[n], group_N[n]
+        return gradient_x.at[n].set(gradient @ w_ExDxF[group].T), gradient_w.at[group].add(x.T @ gradient)
 
-    zeros = varying_alike(jnp.zeros_like(w_ExDxF), gradient_NxbxF)[0]
-    gradient_w, gradient_x = jax.lax.scan(step, zeros, (x_NxbxD, gradient_NxbxF, group_N))
-    return gradient_x, gradient_w, None
+    zeros = varying_alike(jnp.zeros_like(x_NxbxD), jnp.zeros_like(w_ExDxF), gradient_NxbxF)[:2]
+    return *_loop(used, step, zeros, expected), None, None
 
 
 multiply_blocks.defvjp(_forward, _backward)
 
 
-def block_matmul(x_NxD, w_ExDxF, group_of_block, block):
-    x_NxD, w_ExDxF = varying_alike(x_NxD, w_ExDxF)
-    out = multiply_blocks(x_NxD.reshape(-1, block, x_NxD.shape[-1]), w_ExDxF, group_of_block)
-    return out.reshape(x_NxD.shape[0], -1)
+def _loop(used, step, start, expected):
+    """A loop whose length depends on data. Its scope's name tells whoever counts the program's work how long to expect it."""
+    with jax.named_scope(f"expected_trips_{expected}"):
+        return jax.lax.fori_loop(0, used, step, start)
 
 
-def grouped_matmul(x_NxD, w_ExDxF, group_sizes_E, *, alignment=1):
-    rows = x_NxD.shape[0]
-    if alignment > 1:  # groups are whole blocks already
-        ends = jnp.cumsum(group_sizes_E)
-        group = jnp.searchsorted(ends, jnp.arange(0, rows, alignment), side="right")
-        return block_matmul(x_NxD, w_ExDxF, jnp.minimum(group, w_ExDxF.shape[0] - 1), alignment)
-    block = 8
-    starts, blocks, group_of_block = padded_layout(group_sizes_E, rows, block)
+def block_matmul(x_NxD, w_ExDxF, ends_E, block, share):
+    """Rows in whole blocks of one group each, the groups' ends in rows given."""
+    blocks, groups = x_NxD.shape[0] // block, w_ExDxF.shape[0]
+    group_N = jnp.minimum(jnp.searchsorted(ends_E, jnp.arange(0, x_NxD.shape[0], block), side="right"), groups - 1)
+    arguments = varying_alike(x_NxD.reshape(blocks, block, -1), w_ExDxF, group_N, -(-ends_E[-1] // block))
+    return multiply_blocks(*arguments, max(1, round(blocks * share))).reshape(x_NxD.shape[0], -1)
+
+
+def grouped_matmul(x_NxD, w_ExDxF, group_sizes_E, *, alignment=1, share=1.0):
     ends = jnp.cumsum(group_sizes_E)
-    group_of_row = jnp.minimum(jnp.searchsorted(ends, jnp.arange(rows), side="right"), w_ExDxF.shape[0] - 1)
-    place = starts[group_of_row] + jnp.arange(rows) - (ends - group_sizes_E)[group_of_row]
-    padded = jnp.zeros((blocks * block, x_NxD.shape[1]), x_NxD.dtype).at[place].set(x_NxD)
-    out = block_matmul(padded, w_ExDxF, group_of_block, block)[place]
+    if alignment > 1:  # groups are whole blocks already
+        return block_matmul(x_NxD, w_ExDxF, ends, alignment, share)
+    block, rows, groups = 8, x_NxD.shape[0], w_ExDxF.shape[0]
+    padded_sizes = -(-group_sizes_E // block) * block
+    padded_ends = jnp.cumsum(padded_sizes)
+    group_of_row = jnp.minimum(jnp.searchsorted(ends, jnp.arange(rows), side="right"), groups - 1)
+    place = (padded_ends - padded_sizes)[group_of_row] + jnp.arange(rows) - (ends - group_sizes_E)[group_of_row]
+    padded = jnp.zeros(((-(-rows // block) + groups) * block, x_NxD.shape[1]), x_NxD.dtype).at[place].set(x_NxD)
+    out = block_matmul(padded, w_ExDxF, padded_ends, block, share)[place]
     return jnp.where((jnp.arange(rows) < ends[-1])[:, None], out, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.chunks import over_queries
 from pallas_kernels.dispatch import choose
 from pallas_kernels.lightning_indexer import reference, xla
 from pallas_kernels.topk_select.api import select_topk
@@ -27,6 +28,12 @@ def index_scores(
         query_positions=query_positions, key_positions=key_positions, query_segments=query_segments, key_segments=key_segments)
 
 
+def index_scores_at(q_BxTxHxD: Array, k_BxSxD: Array, w_BxTxH: Array, places_BxTxK: Array, *, implementation: str = "auto") -> Array:
+    """I[t, places[t, k]], float32 [B, T, K], in O(T K); places of -1 give some finite score. Differentiable in q, k and w."""
+    available = {"reference": reference.index_scores_at, "xla": xla.index_scores_at}
+    return choose("lightning_indexer", implementation, available)(q_BxTxHxD, k_BxSxD, w_BxTxH, places_BxTxK)
+
+
 def index_topk(
     q_BxTxHxD: Array, k_BxSxD: Array, w_BxTxH: Array, *, k: int,
     query_positions: Array, key_positions: Array, query_segments: Array, key_segments: Array, same_row: bool = False,
@@ -43,10 +50,15 @@ def index_topk(
     for start in range(0, length, span):
         end = min(start + span, length)
         keys = end if spans > 1 else size
-        scores = index_scores(
-            q_BxTxHxD[:, start:end], k_BxSxD[:, :keys], w_BxTxH[:, start:end],
-            query_positions=query_positions[:, start:end], query_segments=query_segments[:, start:end],
-            key_positions=key_positions[:, :keys], key_segments=key_segments[:, :keys], implementation=implementation)
-        places = select_topk(scores, k, implementation=implementation)
+        seen = {"key_positions": key_positions[:, :keys], "key_segments": key_segments[:, :keys]}
+
+        def best(queries, keys=keys, seen=seen):
+            q, w, positions, segments = queries
+            scores = index_scores(
+                q, k_BxSxD[:, :keys], w, query_positions=positions, query_segments=segments, **seen, implementation=implementation)
+            return select_topk(scores, k, implementation=implementation)
+
+        queries = [a[:, start:end] for a in (q_BxTxHxD, w_BxTxH, query_positions, query_segments)]
+        places = over_queries(best, queries, 2 * q_BxTxHxD.shape[0] * keys)
         found.append(jnp.pad(places, ((0, 0), (0, 0), (0, min(k, size) - places.shape[-1])), constant_values=-1))
     return jnp.concatenate(found, axis=1)

@@ -15,3 +15,9 @@ def index_scores(q_BxTxHxD, k_BxSxD, w_BxTxH, *, query_positions, key_positions,
     logits_BxTxHxS = jnp.einsum("bthd,bsd->bths", q, k)
     scores_BxTxS = jnp.einsum("bths,bth->bts", jnp.maximum(logits_BxTxHxS, 0), w)
     return jnp.where(visible(query_positions, key_positions, query_segments, key_segments), scores_BxTxS, -jnp.inf)
+
+
+def index_scores_at(q_BxTxHxD, k_BxSxD, w_BxTxH, places_BxTxK):
+    logits_BxTxHxS = jnp.einsum("bthd,bsd->bths", q_BxTxHxD, k_BxSxD, preferred_element_type=jnp.float32)
+    scores_BxTxS = jnp.einsum("bths,bth->bts", jnp.maximum(logits_BxTxHxS, 0), w_BxTxH)
+    return jnp.take_along_axis(scores_BxTxS, jnp.maximum(places_BxTxK, 0), axis=-1)

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from pallas_kernels.chunks import over_queries
 from pallas_kernels.sparse_mla.reference import head_mean, masked_softmax
 
 
@@ -14,9 +15,16 @@ def gather_rows(x_BxSxD, selection_BxTxK):
 
 def sparse_mla(q_latent_BxTxHxC, q_rope_BxTxHxR, latent_BxSxC, rope_BxSxR, selection_BxTxK, *, scale):
     width = latent_BxSxC.shape[-1]
+    latent_rope = jnp.concatenate([latent_BxSxC, rope_BxSxR], axis=-1)
+
+    def attend(queries):
+        q, selection = queries
+        keys_BxTxKxD = gather_rows(latent_rope, selection)
+        scores = jnp.einsum("bthd,btkd->bthk", q, keys_BxTxKxD, preferred_element_type=jnp.float32)
+        probabilities, lse = masked_softmax(scores * scale, (selection >= 0)[:, :, None, :])
+        out = jnp.einsum("bthk,btkc->bthc", probabilities.astype(latent_BxSxC.dtype), keys_BxTxKxD[..., :width])
+        return out, lse, head_mean(probabilities)
+
     q = jnp.concatenate([q_latent_BxTxHxC, q_rope_BxTxHxR], axis=-1)
-    keys_BxTxKxD = gather_rows(jnp.concatenate([latent_BxSxC, rope_BxSxR], axis=-1), selection_BxTxK)
-    scores = jnp.einsum("bthd,btkd->bthk", q, keys_BxTxKxD, preferred_element_type=jnp.float32)
-    probabilities, lse = masked_softmax(scores * scale, (selection_BxTxK >= 0)[:, :, None, :])
-    out = jnp.einsum("bthk,btkc->bthc", probabilities.astype(latent_BxSxC.dtype), keys_BxTxKxD[..., :width])
-    return out, lse, head_mean(probabilities)
+    rows, _, heads, dim = q.shape
+    return over_queries(attend, (q, selection_BxTxK), rows * selection_BxTxK.shape[-1] * (dim + 2 * heads))

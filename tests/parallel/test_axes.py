@@ -7,7 +7,19 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from glm_jax.model.parameters import Declared
-from glm_jax.parallel import AXES, einsum, island, make_mesh, mesh_axes, shard, sharding_of, spec, sum_over
+from glm_jax.parallel import (
+    AXES,
+    DECODE_RULES,
+    einsum,
+    island,
+    make_mesh,
+    mesh_axes,
+    shard,
+    sharding_of,
+    spec,
+    sum_over,
+    use_rules,
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +38,28 @@ def test_rules_take_what_divides(mesh):
     assert mesh_axes("batch", 8, mesh) == ("data", "expert")
     assert mesh_axes("batch", 2, mesh) == ("data",)  # 2 rows over data; expert does not divide what is left
     assert mesh_axes("batch", 3, mesh) == ()
-    assert mesh_axes("kv_rank", 8, mesh) == () and mesh_axes(None, 8, mesh) == ()
+    assert mesh_axes("qk", 8, mesh) == () and mesh_axes(None, 8, mesh) == ()
+
+
+def test_stored_axes_take_what_the_others_leave(mesh):
+    assert spec(("embed", "heads"), (16, 4), mesh) == PartitionSpec(("expert",), ("model",))
+    assert spec(("embed", "q_rank"), (16, 4), mesh) == PartitionSpec(("expert", "model"), None)
+    assert spec(("q_rank", "heads", "qk"), (16, 3, 4), mesh) == PartitionSpec(("expert", "model"), None, None)  # 3 heads do not divide
+    assert spec(("embed", "experts"), (16, 4), mesh) == PartitionSpec(("model",), ("expert",))
+
+
+def test_other_rules_hold_where_they_are_used(mesh):
+    with use_rules(DECODE_RULES):
+        assert spec(("embed", "heads"), (16, 4), mesh) == PartitionSpec(None, ("model",))
+        assert mesh_axes("batch", 8, mesh) == ("data",)
+    assert mesh_axes("batch", 8, mesh) == ("data", "expert")
 
 
 def test_one_mesh_axis_is_used_once_in_an_array(mesh):
     assert spec(("embed", "heads"), (16, 4), mesh) == PartitionSpec(("expert",), ("model",))
     assert spec(("experts", "embed", "two", "expert_ff"), (4, 16, 2, 6), mesh) == PartitionSpec(("expert",), None, None, ("model",))
     declared = Declared("w", ("moe_layers", "experts", "embed"), (3, 4, 16), "normal", 1.0)
-    assert sharding_of(declared, mesh).spec == PartitionSpec(None, ("expert",), None)
+    assert sharding_of(declared, mesh).spec == PartitionSpec(None, ("expert",), ("model",))
 
 
 def test_without_a_mesh_nothing_happens():
