@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import json
 import pathlib
 import signal
@@ -12,20 +14,26 @@ from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
+import optax
+import rich.console
 
 from experiments import config as configs
 from experiments import report as report_page
 from experiments.progress import Progress
 from experiments.summary import summarise
-from glm_jax.config import ExperimentConfig
+from glm_jax.config import ConfigError, ExperimentConfig
 from glm_jax.data.chat import ChatTemplate
 from glm_jax.data.pipelines import packed_batches
 from glm_jax.environments.demonstrations import Demonstrations, demonstration_source
 from glm_jax.metrics import MetricsWriter, ratio
-from glm_jax.model import init_model
+from glm_jax.model import Transformer, init_model
+from glm_jax.parallel import make_mesh
+from glm_jax.parallel.distributed import ALONE, Peers, check_mesh, feed, on_mesh, own_rows
+from glm_jax.rl import hosts
 from glm_jax.rl.evaluation import Interrupted, demonstrator_success, evaluate, evaluation_tasks
 from glm_jax.rl.learner import Batch, build_rl_update
-from glm_jax.rl.loop import RLLoop, Snapshot, sample_record
+from glm_jax.rl.loop import RLLoop, Snapshot
+from glm_jax.rl.numbers import sample_record
 from glm_jax.tracing import Tracer
 from glm_jax.training.balancing import load_violation
 from glm_jax.training.checkpoints import Checkpoints
@@ -39,8 +47,12 @@ REPORT_EVERY = 20  # supervised steps between metrics lines: each line waits for
 SAMPLES_PER_REPORT = 2  # trajectories kept for the report, an update
 
 
-def run(config: ExperimentConfig, directory: pathlib.Path, *, resume: bool) -> int:
-    """Runs or resumes; the exit status: 0, or 128 + the signal that stopped it, in which case a checkpoint was left."""
+def run(config: ExperimentConfig, directory: pathlib.Path, *, resume: bool, peers: Peers = ALONE) -> int:
+    """Runs or resumes; the exit status: 0, or 128 + the signal that stopped it, in which case a checkpoint was left.
+
+    Of several processes each calls this with the same directory, which all see; process 0 alone writes to it, and to the terminal. A signal
+    that one of them gets stops all.
+    """
     stop, received = threading.Event(), []
 
     def on_signal(number, _):
@@ -48,37 +60,57 @@ def run(config: ExperimentConfig, directory: pathlib.Path, *, resume: bool) -> i
             signal.default_int_handler(number, None)
         received.append(number)
         stop.set()
+        peers.stop(number)
 
     previous = {number: signal.signal(number, on_signal) for number in EXIT_STATUS}
+    peers.on_news(stop.set)
     tracer = Tracer(directory / "trace.json")
     try:
-        checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
-        with Progress() as progress, MetricsWriter(directory) as metrics, checkpoints as saved:
-            pipeline = Pipeline(config, directory, progress, metrics, saved, tracer, stop)
+        mesh = mesh_of(config, peers)
+        with contextlib.ExitStack() as stack:
+            progress = stack.enter_context(Progress(console=None if peers.first else rich.console.Console(file=io.StringIO())))
+            metrics = stack.enter_context(MetricsWriter(directory)) if peers.first else None
+            saved = stack.enter_context(Checkpoints(directory / "checkpoints", config.checkpoint.keep, peers))
+            stack.enter_context(on_mesh(mesh))
+            pipeline = Pipeline(config, directory, progress, metrics, saved, tracer, stop, mesh, peers)
             try:
                 pipeline.run(resume)
             except Interrupted:
                 pipeline.save()
                 progress.log(f"stopped; go on with: python -m experiments.run --resume {directory}")
-                return EXIT_STATUS[received[0]]
+                return EXIT_STATUS[received[0] if received else peers.stopped]
         return 0
+    except BaseException as error:
+        peers.fail(f"{type(error).__name__}: {error}")
+        raise
     finally:
-        tracer.save()
-        report_page.build(directory)
-        print(f"report: {directory / 'report.html'}", flush=True)
+        if peers.first:
+            tracer.save()
+            report_page.build(directory)
+            print(f"report: {directory / 'report.html'}", flush=True)
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def mesh_of(config: ExperimentConfig, peers: Peers) -> jax.sharding.Mesh | None:
+    """The mesh that the config asks for. ConfigError when there are not as many devices."""
+    try:
+        mesh = make_mesh(**config.mesh.sizes) if config.mesh.devices > 1 else None
+        check_mesh(mesh, peers)
+    except ValueError as error:
+        raise ConfigError(f"mesh: {error}") from error
+    return mesh
 
 
 class Pipeline:
     """The phases in order. `document` and the two train states are all that a checkpoint needs; what is done is not done again."""
 
     def __init__(
-        self, config: ExperimentConfig, directory: pathlib.Path, progress: Progress, metrics: MetricsWriter, saved: Checkpoints,
-        tracer: Tracer, stop: threading.Event,
+        self, config: ExperimentConfig, directory: pathlib.Path, progress: Progress, metrics: MetricsWriter | None, saved: Checkpoints,
+        tracer: Tracer, stop: threading.Event, mesh: jax.sharding.Mesh | None = None, peers: Peers = ALONE,
     ):
         self.config, self.directory, self.progress, self.metrics = config, directory, progress, metrics
-        self.saved, self.tracer, self.stop = saved, tracer, stop
+        self.saved, self.tracer, self.stop, self.mesh, self.peers = saved, tracer, stop, mesh, peers
         self.tokenizer = configs.tokenizer(config)
         self.template = ChatTemplate(self.tokenizer)
         sft, rl = config.sft, config.rl
@@ -121,8 +153,8 @@ class Pipeline:
         # Compiled for one call: optimising dozens of random generators takes longer than running them.
         init = jax.jit(init_model, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
         model = init(model_config, jax.random.key(config.seed))
-        self.sft_state = init_state(model, self.sft_optimizer)
-        self.rl_state = init_state(model, self.rl_optimizer)
+        self.sft_state = self._state(model, self.sft_optimizer)
+        self.rl_state = self._state(model, self.rl_optimizer)
         if resume and (latest := self.saved.latest()) is not None:
             arrays, self.document, self.payloads = self.saved.restore(latest, {"sft": self.sft_state, "rl": self.rl_state})
             self.sft_state, self.rl_state = arrays["sft"], arrays["rl"]
@@ -144,9 +176,17 @@ class Pipeline:
         self.document["results"]["demonstrator"] = {
             "sampled": demonstrator_success(self.tasks, evaluation.split, config.sft.fault_rate, config.seed).tolist()}
 
+    def _state(self, model: Transformer, optimizer: optax.GradientTransformation) -> TrainState:
+        """On a mesh in one program, so that its scalars are on every device too."""
+        return init_state(model, optimizer) if self.mesh is None else jax.jit(init_state, static_argnums=1)(model, optimizer)
+
     def _check_stop(self) -> None:
-        if self.stop.is_set():
+        if self.peers.any("stop", self.stop.is_set()):
             raise Interrupted("asked to stop")
+
+    def _write(self, step: int, phase: str, metrics: Mapping[str, float]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(step, phase, metrics)
 
     # -- supervised phases -----------------------------------------------------------------------------------------------------------------
 
@@ -172,11 +212,12 @@ class Pipeline:
         if "batches" in self.document:
             batches.set_state(self.document["batches"])
         began = marked = time.perf_counter()
-        while more(self.document[key], time.perf_counter() - began):
+        while self._go_on(phase, more(self.document[key], time.perf_counter() - began)):
             dense = phase == "sft" and self.document[key] < config.dense_steps
-            batch = next(batches)
-            with self.tracer.span("sft.update"):
-                self.sft_state, sums = self.sft_updates[dense](self.sft_state, *supervised_inputs(batch, config.mtp_steps))
+            arrays, shared, microbatches = supervised_inputs(next(batches), config.mtp_steps)
+            arrays = {name: own_rows(array, self.peers, axis=1) for name, array in arrays.items()}
+            with self.tracer.span("sft.update"), self.peers.deadline("a supervised update"):
+                self.sft_state, sums = self.sft_updates[dense](self.sft_state, feed(arrays, self.mesh), shared, microbatches)
                 self.document[key] += 1
                 if self.document[key] % REPORT_EVERY == 0:
                     sums = jax.device_get(sums)
@@ -186,14 +227,17 @@ class Pipeline:
                 line = supervised_line(sums) | {
                     "tokens_per_second": REPORT_EVERY * config.rows * self.config.rows.row_length / elapsed,
                     "dense_attention": float(dense)}
-                self.metrics.write(self.document[key], phase, line)
+                self._write(self.document[key], phase, line)
                 self.progress.update(self.document[key], line)
-            if self.stop.is_set():
-                break
         self.document["batches"] = batches.get_state()
         if phase == "control":
             self.document["control_seconds"] = spent + time.perf_counter() - began
         self._check_stop()
+
+    def _go_on(self, phase: str, more: bool) -> bool:
+        """Whether another step follows: process 0's clock decides, and any process's wish to stop."""
+        said = self.peers.gather(f"step of {phase}", [more, self.stop.is_set()])
+        return said[0][0] and not any(stopping for _, stopping in said)
 
     # -- reinforcement learning ----------------------------------------------------------------------------------------------------------
 
@@ -201,32 +245,33 @@ class Pipeline:
         config = self.config
         restored = None
         if "rl" in self.document:
-            restored = Snapshot(self.document["rl"], self.payloads)
+            restored = hosts.share(hosts.unpack(self.payloads), self.peers.index, self.peers.count)
         else:
-            self.rl_state = init_state(self.sft_state.model, self.rl_optimizer)
+            self.rl_state = self._state(self.sft_state.model, self.rl_optimizer)
             self.document["rl_seconds"] = 0.0
         self.progress.phase("rl", config.rl.updates)
         before, began = self.document["rl_seconds"], time.perf_counter()
 
         def checkpoint(state: TrainState, snapshot: Snapshot) -> None:
-            self.rl_state, self.payloads = state, snapshot.payloads
-            self.document["rl"] = snapshot.document
+            self.rl_state, self.payloads = state, hosts.pack(snapshot, self.peers.index)
+            self.document["rl"] = {name: snapshot.document[name] for name in ("updates", "version")}
             self.document["rl_seconds"] = before + time.perf_counter() - began
             self.save()
 
         samples = self.directory / "trajectories" / "rl.jsonl"
         samples.parent.mkdir(exist_ok=True)
-        with samples.open("a") as file:
+        with samples.open("a") if self.peers.first else io.StringIO() as file:
 
             def report(updates: int, metrics: Mapping[str, float], batch: Batch) -> None:
-                self.metrics.write(updates, "rl", metrics)
+                self._write(updates, "rl", metrics)
                 self.progress.update(updates, metrics)
                 for trajectory in batch.trajectories[:: max(1, len(batch.trajectories) // SAMPLES_PER_REPORT)]:
                     file.write(json.dumps(sample_record(trajectory, self.tokenizer.decode)) + "\n")
 
             loop = RLLoop(
-                config, self.rl_state, build_rl_update(config.rl, self.rl_optimizer), self.template, optimizer_init=self.rl_optimizer.init,
-                tracer=self.tracer, stop_requested=self.stop, report=report, checkpoint=checkpoint, restored=restored)
+                config, self.rl_state, build_rl_update(config.rl, self.rl_optimizer), self.template,
+                optimizer_init=jax.jit(self.rl_optimizer.init) if self.mesh else self.rl_optimizer.init, tracer=self.tracer,
+                stop_requested=self.stop, report=report, checkpoint=checkpoint, restored=restored, mesh=self.mesh, peers=self.peers)
             self.rl_state = loop.run()
         self._check_stop()
 
@@ -245,19 +290,37 @@ class Pipeline:
         self.progress.phase(f"evaluate {column}", 2)
         results = self.document["results"].setdefault(column, {})
         for number, (kind, temperature) in enumerate((("sampled", self.config.evaluation.temperature), ("greedy", 0.0)), 1):
-            rewards = evaluate(
-                state.model, self.config, self.template, self.tasks, temperature=temperature, tracer=self.tracer, stop_requested=self.stop)
+            rewards = self._rewards(column, state.model, temperature)
             results[kind] = rewards.tolist()
             line = {f"success/{name}/{kind}": float(np.mean(rewards[self._of(name)])) for name in self.config.environments}
-            self.metrics.write(number, f"evaluation_{column}", line)
+            self._write(number, f"evaluation_{column}", line)
             self.progress.update(number, {key.removesuffix(f"/{kind}"): value for key, value in line.items()})
         self.save()
+
+    def _rewards(self, column: str, model: Transformer, temperature: float) -> np.ndarray:
+        """Every process's share of the tasks, together. Interrupted when one of them was."""
+        index, count = self.peers.index, self.peers.count
+        try:
+            own = evaluate(
+                model, self.config, self.template, self.tasks, temperature=temperature, tracer=self.tracer, stop_requested=self.stop,
+                first=index, step=count).tolist()
+        except Interrupted:
+            own = None
+        shares = self.peers.gather(f"rewards of {column}", own)
+        if None in shares:
+            raise Interrupted("asked to stop during an evaluation")
+        rewards = np.zeros(len(self.tasks))
+        for first, share in enumerate(shares):
+            rewards[first::count] = share
+        return rewards
 
     def _of(self, environment: str) -> list[int]:
         return [i for i, task in enumerate(self.tasks) if task.environment == environment]
 
     def _summarise(self) -> None:
         results = {name: {kind: np.array(values) for kind, values in kinds.items()} for name, kinds in self.document["results"].items()}
+        if not self.peers.first:
+            return
         summary = summarise(results, [task.environment for task in self.tasks], self.config)
         (self.directory / "summary.json").write_text(json.dumps(summary.document, indent=2) + "\n")
         self.progress.log(summary.text)
@@ -285,6 +348,9 @@ def describe(config: ExperimentConfig) -> None:
     model_config = configs.model_config(config)
     rows, sft, rl = config.rows, config.sft, config.rl
     print(f"model        {config.model.preset}: {model_config.parameter_count():,} parameters, vocabulary {model_config.vocab_size}")
+    if config.mesh.devices > 1:
+        sizes = ", ".join(f"{name}={size}" for name, size in config.mesh.sizes.items() if size > 1)
+        print(f"mesh         {sizes}: {config.mesh.devices} devices")
     print(f"environments {', '.join(config.environments)}")
     print(f"sft          {sft.steps} steps of {sft.rows} x {rows.row_length} tokens ({sft.dense_steps} with dense attention), "
           f"{sft.demonstrations} demonstrations an environment, {sft.fault_rate:.0%} of them faulty")

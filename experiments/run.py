@@ -12,16 +12,21 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from experiments import config as configs
 from glm_jax.config import ConfigError, ExperimentConfig
+
+if TYPE_CHECKING:
+    from glm_jax.parallel.distributed import Peers
 
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "grain", "gymnasium", "cereggii", "omegaconf", "libtpu")
 INTERRUPTED = 130
 # Keys that may change when a run goes on. Any other would leave a table whose columns, or a ring whose groups, are of different configs.
 RESUMABLE = (
     "rl.updates", "rl.learning_rate", "rl.deadline_seconds", "rl.actor_threads", "rl.episodes", "engine.slots", "engine.decode_steps",
-    "engine.prefill_rows", "engine.prefill_chunk", "checkpoint.every", "checkpoint.keep")
+    "engine.prefill_rows", "engine.prefill_chunk", "checkpoint.every", "checkpoint.keep",
+    *(f"mesh.{name}" for name in ("data", "fsdp", "expert", "context", "model", "timeout_seconds")))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,15 +86,37 @@ def _main(parse: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from glm_jax.environments import start_default_sandbox
 
     start_default_sandbox()
-    configs.model_config(config)
-    directory = pathlib.Path(arguments.resume) if arguments.resume else new_run_directory(config)
-    record_start(config, directory, arguments.overrides)
-    from experiments import pipeline
+    from glm_jax.parallel import distributed
 
     try:
-        return pipeline.run(config, directory, resume=bool(arguments.resume))
+        peers = distributed.start(config.mesh.timeout_seconds)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        return start_run(arguments, config, peers)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BaseException as error:
+        peers.fail(f"{type(error).__name__}: {error}")
+        raise
+
+
+def start_run(arguments: argparse.Namespace, config: ExperimentConfig, peers: Peers) -> int:
+    """In every process: what can be refused is, process 0 makes the run directory, and the pipeline begins."""
+    from experiments import pipeline
+
+    configs.model_config(config)
+    config.share(peers.count)
+    if peers.count > 1 or config.mesh.devices > 1:
+        pipeline.mesh_of(config, peers)
+    directory = None
+    if peers.first:
+        directory = pathlib.Path(arguments.resume) if arguments.resume else new_run_directory(config)
+        record_start(config, directory, arguments.overrides)
+    directory = pathlib.Path(peers.gather("run directory", directory and str(directory.absolute() if peers.count > 1 else directory))[0])
+    status = pipeline.run(config, directory, resume=bool(arguments.resume), peers=peers)
+    peers.close()
+    return status
 
 
 def resolve(arguments: argparse.Namespace) -> ExperimentConfig:

@@ -7,6 +7,7 @@ A section refuses its own contradictions when it is built; `ExperimentConfig` re
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,11 +43,40 @@ class ModelSection:
 
     preset: str = "tiny"
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+    dtype: Literal["float32", "bfloat16"] = "float32"  # what is computed with; the weights that the optimizer moves are float32
+    remat: str = "none"  # what the backward pass computes again instead of keeping: see glm_jax.model.layer.REMAT
 
     @property
     def preset_overrides(self) -> dict[str, Any]:
         """The overrides as keyword arguments of get_preset: {"moe": {"experts": 16}} is moe__experts=16."""
         return _flat(self.overrides)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSection:
+    """How many devices share the work, and in which way; all 1 is one device and no mesh. Several processes need all their devices in it.
+
+    Rows of a microbatch are split over data, fsdp and expert, the queries of a row over context; weights over fsdp, expert and context,
+    experts over expert, heads and FFN widths over model.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    context: int = 1
+    model: int = 1
+    timeout_seconds: float = 1800.0  # a process that the others wait for so long is stuck, and the run fails
+
+    def __post_init__(self):
+        _positive("mesh", self, *(field.name for field in dataclasses.fields(self)))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("data", "fsdp", "expert", "context", "model")}
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.sizes.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +221,7 @@ class ExperimentConfig:
     name: str
     seed: int = 0
     model: ModelSection = ModelSection()
+    mesh: MeshSection = MeshSection()
     environments: tuple[str, ...] = ()  # gymnasium ids; experiments.run checks them against glm_jax.environments
     tokenizer: str = "byte"  # "byte", or the path of a Hugging Face tokenizer.json
     rows: RowsConfig = RowsConfig()
@@ -226,6 +257,27 @@ class ExperimentConfig:
             self.engine.slots,
             f"an episode holds one slot, so slots beyond rl.episodes={self.rl.episodes} would be decoded for nobody",
         )
+        split = self.mesh.data * self.mesh.fsdp
+        for key, rows in (("sft.rows", self.sft.rows), ("rows.microbatch_rows", self.rows.microbatch_rows)):
+            require(rows % split == 0, key, rows, f"is split over mesh.data * mesh.fsdp: a multiple of {split}")
+        row_length, context = self.rows.row_length, self.mesh.context
+        require(row_length % context == 0, "rows.row_length", row_length, f"is split over mesh.context: a multiple of {context}")
+
+    def share(self, processes: int) -> ExperimentConfig:
+        """What one of several processes does of an update: sft.rows, rows.microbatch_rows and rl.batch_rollouts are of all together;
+        episodes, actor threads and engine slots of each."""
+        if processes == 1:
+            return self
+        group = self.rl.group_size
+        for key, whole, unit in (
+            ("sft.rows", self.sft.rows, 1), ("rows.microbatch_rows", self.rows.microbatch_rows, 1),
+            ("rl.batch_rollouts", self.rl.batch_rollouts, group)):
+            remedy = f"is shared by {processes} processes: a multiple of {processes * unit}"
+            require(whole % (processes * unit) == 0, key, whole, remedy)
+        return dataclasses.replace(
+            self, mesh=MeshSection(), sft=dataclasses.replace(self.sft, rows=self.sft.rows // processes),
+            rows=dataclasses.replace(self.rows, microbatch_rows=self.rows.microbatch_rows // processes),
+            rl=dataclasses.replace(self.rl, batch_rollouts=self.rl.batch_rollouts // processes))
 
 
 def check_model(config: ExperimentConfig, model_config: ModelConfig) -> None:
@@ -242,6 +294,16 @@ def check_model(config: ExperimentConfig, model_config: ModelConfig) -> None:
         require(value == 0 or model_config.moe_layers > 0, f"sft.{name}", value, f"model.preset={preset} has no experts: sft.{name}=0")
     steps, remedy = config.sft.mtp_steps, "has no MTP module: sft.mtp_loss=0 and sft.mtp_steps=0, or model.overrides.mtp.layers=1"
     require(steps == 0 or model_config.mtp is not None, "sft.mtp_steps", steps, f"model.preset={preset} {remedy}")
+    from glm_jax.model.layer import REMAT
+
+    require(config.model.remat in REMAT, "model.remat", config.model.remat, f"one of {', '.join(REMAT)}")
+    if (expert := config.mesh.expert) > 1:
+        experts = model_config.moe.experts if model_config.moe_layers else 0
+        remedy = f"must divide the {experts} experts of model.preset={preset}"
+        require(experts > 0 and experts % expert == 0, "mesh.expert", expert, remedy)
+    if (model := config.mesh.model) > 1:
+        heads = model_config.heads
+        require(heads % model == 0, "mesh.model", model, f"must divide the {heads} heads of model.preset={preset}")
 
 
 def _flat(overrides: dict[str, Any], prefix: str = "") -> dict[str, Any]:

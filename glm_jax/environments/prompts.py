@@ -22,9 +22,12 @@ class PromptSpec:
 
 
 class Prompts(Iterator[PromptSpec]):
-    """Infinite stream of prompts, also by index: `prompts[i].prompt_id == i`."""
+    """Infinite stream of prompts, also by index: `prompts[i].prompt_id == i`. Of `step` processes, each draws every step-th from its
+    `first` on."""
 
-    def __init__(self, environment_ids: Sequence[str], seed: int, mix: Mapping[str, float] | None = None):
+    def __init__(
+        self, environment_ids: Sequence[str], seed: int, mix: Mapping[str, float] | None = None, first: int = 0, step: int = 1
+    ):
         mix = dict.fromkeys(environment_ids, 1.0) if mix is None else mix
         if not environment_ids or set(mix) != set(environment_ids) or min(mix.values()) <= 0:
             raise ValueError(f"mix {dict(mix)} must give a positive weight to each of the environments {list(environment_ids)}")
@@ -32,7 +35,7 @@ class Prompts(Iterator[PromptSpec]):
         self._stream = grain.MapDataset.mix(
             [_instances(name, seed) for name in environment_ids], weights=[mix[name] / total for name in environment_ids]
         )
-        self._cursor = 0
+        self._cursor, self._step = first, step
 
     def __getitem__(self, index: int) -> PromptSpec:
         name, task_seed = self._stream[index]
@@ -40,7 +43,7 @@ class Prompts(Iterator[PromptSpec]):
 
     def __next__(self) -> PromptSpec:
         prompt = self[self._cursor]
-        self._cursor += 1
+        self._cursor += self._step
         return prompt
 
     def get_state(self) -> dict:
@@ -50,9 +53,11 @@ class Prompts(Iterator[PromptSpec]):
         self._cursor = state["cursor"]
 
 
-def prompts(environment_ids: Sequence[str], seed: int, mix: Mapping[str, float] | None = None) -> Prompts:
+def prompts(
+    environment_ids: Sequence[str], seed: int, mix: Mapping[str, float] | None = None, first: int = 0, step: int = 1
+) -> Prompts:
     """Infinite, deterministic stream of train prompts; `mix` gives each environment's weight (default: equal)."""
-    return Prompts(environment_ids, seed, mix)
+    return Prompts(environment_ids, seed, mix, first, step)
 
 
 def _instances(environment: str, seed: int) -> grain.MapDataset:

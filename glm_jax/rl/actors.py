@@ -92,14 +92,14 @@ class Actor:
         try:
             while not self.stopping.is_set():
                 self._wake.clear()
+                for task in [task for task in running if task.done()]:
+                    running.discard(task)
+                    task.result()  # a bug in an episode ends the run, here
                 while group := self._start_group(len(running)):
                     for slot, header in group:
                         task = asyncio.create_task(self._rollout(slot, header))
                         running.add(task)
                         task.add_done_callback(lambda _: self._wake.set())
-                for task in [task for task in running if task.done()]:
-                    running.discard(task)
-                    task.result()  # a bug in an episode ends the run, here
                 await self._wake.wait()
         finally:
             for task in running:

@@ -63,19 +63,21 @@ def demonstrator_success(tasks: Sequence[Task], split: str, fault_rate: float, s
 
 def evaluate(
     model: Transformer, config: ExperimentConfig, template: ChatTemplate, tasks: Sequence[Task], *, temperature: float, tracer: Tracer,
-    stop_requested: threading.Event,
+    stop_requested: threading.Event, first: int = 0, step: int = 1,
 ) -> np.ndarray:
-    """Rewards float [N], one episode a task; 0 where the policy was cut off. An episode that broke for other reasons has a second try.
+    """Rewards float [N], one episode for every `step`-th task from `first` on; 0 where the policy was cut off. An episode that broke for
+    other reasons has a second try.
 
     Raises Interrupted when `stop_requested` is set meanwhile, and whatever kills an episode or the engine.
     """
     settings = EpisodeSettings(config.engine.max_length, config.rl.max_new_tokens, temperature, config.rl.deadline_seconds)
     engine_config = EngineConfig(**dataclasses.asdict(config.engine))
-    with Engine(publishable_copy(model), engine_config, tracer=tracer) as engine:
-        return asyncio.run(_run_all(engine, template, tasks, config, settings, tracer, stop_requested))
+    numbered = list(enumerate(tasks))[first::step]
+    with Engine(publishable_copy(model, config.model.dtype), engine_config, tracer=tracer) as engine:
+        return asyncio.run(_run_all(engine, template, numbered, config, settings, tracer, stop_requested))
 
 
-async def _run_all(engine, template, tasks, config, settings, tracer, stop_requested) -> np.ndarray:
+async def _run_all(engine, template, numbered, config, settings, tracer, stop_requested) -> np.ndarray:
     places = asyncio.Semaphore(2 * config.engine.slots)
     pools = collections.defaultdict(list)
 
@@ -84,7 +86,7 @@ async def _run_all(engine, template, tasks, config, settings, tracer, stop_reque
             for attempt in range(2):
                 environment = pools[task.environment].pop() if pools[task.environment] else environments.make(task.environment)
                 outcome = await run_episode(
-                    engine, environment, template, session=attempt * len(tasks) + index, task_seed=task.seed, sampling_seed=index,
+                    engine, environment, template, session=2 * index + attempt, task_seed=task.seed, sampling_seed=index,
                     settings=settings, split=config.evaluation.split, tracer=tracer)
                 if outcome.status.trainable:
                     pools[task.environment].append(environment)
@@ -98,7 +100,7 @@ async def _run_all(engine, template, tasks, config, settings, tracer, stop_reque
         raise Interrupted("asked to stop during an evaluation")
 
     watcher = asyncio.create_task(watch())
-    work = asyncio.gather(*(one(i, task) for i, task in enumerate(tasks)))
+    work = asyncio.gather(*(one(i, task) for i, task in numbered))
     await asyncio.wait([watcher, work], return_when=asyncio.FIRST_COMPLETED)
     if work.done():
         watcher.cancel()

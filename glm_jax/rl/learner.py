@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.sharding import PartitionSpec, reshard
 
 from glm_jax.config import RLConfig
 from glm_jax.data.packing import pack_segments
@@ -26,24 +29,28 @@ from glm_jax.training.scoring import token_logp
 from glm_jax.training.step import build_update
 
 
-def rl_objective(config: RLConfig) -> Callable:
+def rl_objective(config: RLConfig, remat: str = "none", dtype: Any = None) -> Callable:
     """The objective of one microbatch for build_update: policy loss on the sampled tokens; where routing was recorded, its mismatch.
 
     Reads tokens, segment_ids, loss_mask, behaviour_logp, advantages, rollout_ids, group_ids [B, T], optionally experts
-    [B, T, MoE layers, K] and selections [B, T, layers, k], and the scalar loss_tokens of the whole update.
+    [B, T, MoE layers, K] and selections [B, T, layers, k], and the scalar loss_tokens of the whole update. `remat` is the model's; `dtype`
+    is the type to compute in, by default that of the weights, which gradients have.
     """
     hyper = {"eps_low": config.eps_low, "eps_high": config.eps_high}
 
     def objective(model: Transformer, batch: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
+        if dtype is not None:
+            model = model.astype(dtype)
         recorded = {name: jnp.moveaxis(batch[name], 2, 0) for name in ("experts", "selections") if name in batch}
         replay = None
         if config.replay != "none":
             replay = Replay(recorded["experts"], recorded["selections"] if config.replay == "all" else None)
         out = model(
-            batch["tokens"], segment_ids=batch["segment_ids"], replay=replay, return_selections="selections" in recorded)
+            batch["tokens"], segment_ids=batch["segment_ids"], replay=replay, return_selections="selections" in recorded,
+            compute_logits=False, remat=remat)
+        logp = token_logp(out.hidden, model.unembedding, batch["tokens"], config.temperature)
         loss, metrics = policy_loss(
-            config.loss, logp=token_logp(out.logits, batch["tokens"], config.temperature), behaviour_logp=batch["behaviour_logp"],
-            advantages=batch["advantages"], mask=batch["loss_mask"], rollout_ids=batch["rollout_ids"], group_ids=batch["group_ids"],
+            config.loss, logp=logp, behaviour_logp=batch["behaviour_logp"], advantages=batch["advantages"], mask=batch["loss_mask"], rollout_ids=batch["rollout_ids"], group_ids=batch["group_ids"],
             normaliser=batch["loss_tokens"], **hyper)
         return loss, metrics | flips(out, recorded)
 
@@ -196,4 +203,17 @@ def build_rl_update(config: RLConfig, optimizer: optax.GradientTransformation) -
     return build_update(rl_objective(config), optimizer)
 
 
-publishable_copy: Callable[[Transformer], Transformer] = jax.jit(lambda model: jax.tree.map(jnp.copy, model))
+@functools.partial(jax.jit, static_argnames="dtype")
+def _copy(model: Transformer, dtype: str) -> Transformer:
+    """In memory of its own, and on a mesh whole on every device."""
+    if dtype != "float32":
+        model = model.astype(dtype)
+    whole = (lambda w: w) if jax.sharding.get_abstract_mesh().empty else lambda w: reshard(w, PartitionSpec())
+    return jax.tree.map(lambda w: whole(jnp.copy(w)), model)
+
+
+def publishable_copy(model: Transformer, dtype: str = "float32") -> Transformer:
+    """What an engine generates with, untouched by later updates. On a mesh: whole, on this process's first device, and known to no mesh, so
+    that no engine ever waits for another process."""
+    copy = _copy(model, dtype)
+    return copy if jax.sharding.get_abstract_mesh().empty else jax.tree.map(lambda w: w.addressable_data(0), copy)

@@ -13,7 +13,7 @@ import bisect
 import collections
 import dataclasses
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _SHOWN_IDS = 10
 
@@ -246,6 +246,26 @@ class Ledger:
         if len(ledger._closed) != ledger._trained + dropped:
             raise LedgerError(f"{len(ledger._closed)} closed ids against {ledger._trained} trained + {dropped} dropped")
         return ledger
+
+
+def merge_states(states: Sequence[dict]) -> tuple[dict, list[dict[int, int]]]:
+    """One state with the books of several ledgers, each with ids of its own, and for each ledger the new numbers of its open rollouts.
+
+    Closed ids are numbered from 0 and open ones from there; their prompts must differ between the ledgers.
+    """
+    closed = sum(state["trained"] + sum(state["dropped"].values()) for state in states)
+    dropped, numbers, still_open = collections.Counter(), [], []
+    for state in states:
+        dropped.update(state["dropped"])
+        numbers.append({old: closed + len(still_open) + i for i, (old, _) in enumerate(state["open"])})
+        still_open += [[numbers[-1][old], prompt_id] for old, prompt_id in state["open"]]
+    total = lambda name: sum(state[name] for state in states)
+    merged = {
+        "max_requeues": max((state["max_requeues"] for state in states), default=Ledger().max_requeues),
+        "issued": total("issued"), "trained": total("trained"), "dropped": dict(dropped), "given_up": total("given_up"),
+        "next_id": closed + len(still_open), "open": still_open, "closed": [[0, closed]] if closed else [],
+        "prompts": [prompt for state in states for prompt in state["prompts"]]}
+    return merged, numbers
 
 
 def _some(ids: list[int]) -> str:

@@ -19,13 +19,13 @@ from cereggii import AtomicInt64
 
 from glm_jax.config import ExperimentConfig
 from glm_jax.data.chat import ChatTemplate
-from glm_jax.data.trajectory import Trajectory
 from glm_jax.environments.prompts import prompts
-from glm_jax.metrics import ratio
+from glm_jax.parallel.distributed import ALONE, Peers, feed, on_mesh
 from glm_jax.rl.actors import Actor, PromptQueue, wake_all
 from glm_jax.rl.episode import EpisodeSettings
 from glm_jax.rl.learner import Batch, Selector, lay_out, publishable_copy
 from glm_jax.rl.ledger import Ledger
+from glm_jax.rl.numbers import batch_metrics, batch_sums, update_metrics
 from glm_jax.rl.payloads import pack_payloads, unpack_payloads
 from glm_jax.rl.ring import Header, RoutingShape, TrajectoryRing
 from glm_jax.rl.staleness import Admission
@@ -51,13 +51,19 @@ class RLLoop:
     report         called on the learner's thread after each update with (updates done, metrics, batch)
     checkpoint     called on the learner's thread with (train state, Snapshot): every `config.checkpoint.every` updates and at the end
     restored       a Snapshot to go on from
+    mesh           that the state lives on, or None
+    peers          the processes that share the updates. Each has actors, engine, ring and ledger of its own and gives its share of every
+                   batch; all train, publish and save at the same counts, see _learn. `update`, `report`, `checkpoint`: called in each
     """
 
     def __init__(
         self, config: ExperimentConfig, state: TrainState, update: Callable, template: ChatTemplate, *, optimizer_init: Callable,
         tracer: Tracer, stop_requested: threading.Event, report: Callable[[int, Mapping[str, float], Batch], None],
         checkpoint: Callable[[TrainState, Snapshot], None], restored: Snapshot | None = None,
+        mesh: jax.sharding.Mesh | None = None, peers: Peers = ALONE,
     ):
+        config = config.share(peers.count)
+        self._mesh, self._peers = mesh, peers
         rl, model_config = config.rl, state.model.config
         self.config, self.state, self._update, self._optimizer_init = config, state, update, optimizer_init
         self._report, self._checkpoint, self._tracer, self._stop_requested = report, checkpoint, tracer, stop_requested
@@ -68,7 +74,7 @@ class RLLoop:
         survivors = unpack_payloads(restored.payloads) if restored and rl.mode == "async" else []
         lost = self.ledger.resume(header.rollout_id for header, _ in survivors) if restored else {}
 
-        stream = prompts(config.environments, config.seed)
+        stream = prompts(config.environments, config.seed, first=peers.index, step=peers.count)
         if restored:
             stream.set_state(document["prompts"])
         self.prompts = PromptQueue(stream, self.ledger, rl.group_size, config.seed)
@@ -84,8 +90,10 @@ class RLLoop:
         # Rollouts that may run now and have not finished: synchronous mode waits for every one of them.
         self._in_turn = rl.mode == "sync"
         self._outstanding = AtomicInt64(self.admission.limit - self.admission.unpublished)
+        with on_mesh(mesh):
+            published = publishable_copy(state.model, config.model.dtype)
         self.engine = Engine(
-            publishable_copy(state.model),
+            published,
             EngineConfig(**dataclasses.asdict(config.engine), record_routing=record is not None),
             version=self._version, tracer=tracer, barrier=self._outstanding.get if self._in_turn else None)
         self._ready = threading.Condition()
@@ -122,16 +130,23 @@ class RLLoop:
     # -- learner thread --------------------------------------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
+        """Of several processes all do the same here at the same time: an update when each has its batch, the end when one has none."""
+        with on_mesh(self._mesh):
+            self._learn_on_mesh()
+        self.supervisor.stop()
+
+    def _learn_on_mesh(self) -> None:
         rl = self.config.rl
         if self.updates == 0:
             self._save()
-        while self.updates < rl.updates and not self.supervisor.stopping.is_set():
+        while self.updates < rl.updates:
             waiting = time.perf_counter()
             batch = self._wait_for_batch()
-            if batch is None:
+            inputs = self._agree(batch)
+            if inputs is None:
                 break
             waited = time.perf_counter() - waiting
-            metrics = self._train(batch)
+            metrics = self._train(batch, inputs)
             with self.ledger.transaction():
                 self.ledger.trained(batch.trained_ids)
                 self.ring.release(batch.tickets)
@@ -141,11 +156,15 @@ class RLLoop:
             if self.updates % rl.publish_every == 0:
                 self._publish()
             wake_all(self.actors)
-            self._report(self.updates, metrics | books | {"seconds_waited": waited, "version": self._version}, batch)
+            sums = self._peers.sums(f"metrics of update {self.updates}", batch_sums(batch) | {"waited": waited})
+            books = self._peers.sums(f"ledgers after update {self.updates}", books)
+            metrics |= batch_metrics(sums) | books | {
+                "tokens_per_second": sums["tokens"] / metrics["seconds"], "seconds_waited": sums["waited"] / self._peers.count,
+                "version": self._version}
+            self._report(self.updates, metrics, batch)
             if self.updates % self.config.checkpoint.every == 0 and self.updates < rl.updates:
                 self._save()
         self._save()
-        self.supervisor.stop()
 
     def _wait_for_batch(self) -> Batch | None:
         with self._ready:
@@ -157,21 +176,31 @@ class RLLoop:
                 self._ready.wait()
         return None
 
-    def _train(self, batch: Batch) -> dict[str, float]:
+    def _agree(self, batch: Batch | None) -> tuple | None:
+        """The arguments of an update over all processes' batches; None, everywhere, when one of them has none."""
+        rows, peers = self.config.rows, self._peers
+        arrays, shared, microbatches = (
+            lay_out(batch, rows.row_length, rows.microbatch_rows, self.config.rl.batch_rollouts) if batch else ({}, {}, 0))
+        said = peers.gather(f"batch of update {self.updates + 1}", batch and [float(shared["loss_tokens"]), int(microbatches)])
+        if None in said:
+            return None
+        loss_tokens, counts = zip(*said, strict=True)
+        for name in ("rollout_ids", "group_ids"):  # which are a process's own
+            arrays[name] = arrays[name] * peers.count + peers.index
+        return arrays, {"loss_tokens": np.float32(sum(loss_tokens))}, np.int32(max(counts))
+
+    def _train(self, batch: Batch, inputs: tuple) -> dict[str, float]:
         started = time.perf_counter()
-        rows = self.config.rows
-        with self._tracer.span("learner.update", rollouts=len(batch.trained_ids), version=self._version):
-            inputs = lay_out(batch, rows.row_length, rows.microbatch_rows, self.config.rl.batch_rollouts)
-            self.state, sums = self._update(self.state, *inputs)
+        arrays, shared, microbatches = inputs
+        with self._tracer.span("learner.update", rollouts=len(batch.trained_ids), version=self._version), self._peers.deadline("an update"):
+            self.state, sums = self._update(self.state, feed(arrays, self._mesh), shared, microbatches)
             sums = {name: float(value) for name, value in jax.device_get(sums).items()}
-        seconds = time.perf_counter() - started
-        tokens = sum(trajectory.token_count for trajectory in batch.trajectories)
-        return update_metrics(sums) | batch_metrics(batch) | {"seconds": seconds, "tokens_per_second": tokens / seconds}
+        return update_metrics(sums) | {"seconds": time.perf_counter() - started}
 
     def _publish(self) -> None:
         with self._tracer.span("learner.publish", version=self._version + 1):
             self._version += 1
-            self.engine.publish(publishable_copy(self.state.model), self._version)
+            self.engine.publish(publishable_copy(self.state.model, self.config.model.dtype), self._version)
             if self.config.rl.reset_optimizer:
                 self.state = self.state.replace(optimizer=self._optimizer_init(self.state.model))
         freed = self.admission.trained_unpublished
@@ -230,43 +259,3 @@ class RLLoop:
         for prompt_id in unsettled:
             if prompt_id not in groups:
                 self.prompts.again(prompt_id)
-
-
-def update_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """An update's sums and counts as the ratios that are printed; per token unless said otherwise."""
-    tokens = sums["tokens"]
-    metrics = {
-        "loss": sums["loss"], "gradient_norm": sums["gradient_norm"], "tokens": tokens,
-        "ratio/mean": ratio(sums["ratio_sum"], tokens), "ratio/max": sums["ratio_max"],
-        "band/below": ratio(sums["tokens_below_band"], tokens), "band/above": ratio(sums["tokens_above_band"], tokens),
-        "kl/k1": ratio(sums["kl_k1_sum"], tokens), "kl/k3": ratio(sums["kl_k3_sum"], tokens),
-        "mismatch/logp_mean": ratio(sums["logp_difference_sum"], tokens), "mismatch/logp_max": sums["logp_difference_max"],
-        "logp_mean": ratio(sums["logp_sum"], tokens),
-    }
-    for name in ("experts", "selections"):
-        if f"{name}_recorded" in sums:
-            metrics[f"mismatch/{name}"] = ratio(sums[f"{name}_flipped"], sums[f"{name}_recorded"])
-    return metrics
-
-
-def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Rewards by environment, staleness counts, lengths."""
-    rewards = collections.defaultdict(list)
-    for trajectory in batch.trajectories:
-        rewards[trajectory.environment].append(trajectory.reward)
-    metrics = {f"reward/{name}": float(np.mean(values)) for name, values in sorted(rewards.items())}
-    metrics["reward"] = float(np.mean([trajectory.reward for trajectory in batch.trajectories]))
-    metrics |= {f"staleness/{value}": int(count) for value, count in zip(*np.unique(batch.staleness, return_counts=True), strict=True)}
-    metrics["length_mean"] = float(np.mean([trajectory.token_count for trajectory in batch.trajectories]))
-    metrics["zero_advantage_share"] = float(np.mean(batch.advantages == 0))
-    return metrics
-
-
-def sample_record(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> dict:
-    """A trajectory as a line of trajectories/*.jsonl: text pieces beside mask, log-probs and versions, for the report."""
-    segment = trajectory.segments[0]
-    return {
-        "rollout_id": trajectory.rollout_id, "environment": trajectory.environment, "reward": trajectory.reward,
-        "status": trajectory.status.value, "version": trajectory.oldest_version, "tokens": [decode([int(t)]) for t in segment.tokens],
-        "mask": segment.loss_mask.tolist(), "logp": [round(float(x), 4) for x in segment.logp], "versions": segment.versions.tolist(),
-    }

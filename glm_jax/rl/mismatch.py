@@ -64,10 +64,11 @@ def measure_mismatch(model: Transformer, rows: PackedBatch, temperature: float =
 
 @functools.partial(jax.jit, static_argnames="temperature")
 def _score(model, tokens_RxT, segment_ids_RxT, replay, temperature):
-    own = model(tokens_RxT, segment_ids=segment_ids_RxT, return_selections=True)
-    replayed = model(tokens_RxT, segment_ids=segment_ids_RxT, replay=replay)
+    own = model(tokens_RxT, segment_ids=segment_ids_RxT, return_selections=True, compute_logits=False)
+    replayed = model(tokens_RxT, segment_ids=segment_ids_RxT, replay=replay, compute_logits=False)
     chosen = {"experts": jnp.stack(list(own.routing.values())), "selections": jnp.stack(list(own.selections.values()))}
-    return token_logp(own.logits, tokens_RxT, temperature), token_logp(replayed.logits, tokens_RxT, temperature), chosen
+    logp = lambda out: token_logp(out.hidden, model.unembedding, tokens_RxT, temperature)
+    return logp(own), logp(replayed), chosen
 
 
 def _seen_earlier(flip_RxT: np.ndarray, rows: PackedBatch) -> np.ndarray:

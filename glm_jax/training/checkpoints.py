@@ -17,8 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from glm_jax.parallel.distributed import ALONE, Peers, hosts_sharding
+
 # What reading a damaged checkpoint raises: tensorstore and JSON ValueError, a missing item KeyError or OSError, a damaged npz BadZipFile.
 _UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
+_PAYLOADS = ("npz", "lengths")  # uint8 [processes, bytes], int64 [processes]
 
 
 class CheckpointMismatch(RuntimeError):
@@ -30,14 +33,15 @@ class Checkpoints:
 
     A checkpoint is written to a temporary directory and renamed when it is complete. `save` returns when the arrays have been copied, and a
     thread writes them; what goes wrong there is raised by the next call of any method. `close`, or leaving the `with` block, waits for it.
+    Of several processes each calls every method, with the same arguments but for its own payloads; the directory must be one that all see.
 
     Any thread may call any method. A signal handler must not: let it set a flag or raise, and save from the main thread after that.
     """
 
-    def __init__(self, directory: str | os.PathLike, keep: int):
+    def __init__(self, directory: str | os.PathLike, keep: int, peers: Peers = ALONE):
         if keep < 1:
             raise ValueError(f"keep={keep}: at least the newest checkpoint is kept")
-        self._directory = pathlib.Path(directory).absolute()
+        self._directory, self._peers = pathlib.Path(directory).absolute(), peers
         self._lock = threading.RLock()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.LatestN(keep), cleanup_tmp_directories=True, save_root_metadata=False
@@ -53,6 +57,7 @@ class Checkpoints:
     def save(self, step: int, arrays: Any, json: Mapping, payloads: Mapping[str, np.ndarray] | None = None) -> bool:
         """Saves a pytree of jax or numpy arrays, a JSON-able mapping, and arrays of any shapes, empty ones too, by name.
 
+        Payloads are the process's own, under names that no other process uses; restoring gives every process those of all.
         The caller may donate or overwrite everything when this returns. False, and nothing is done, when there is a checkpoint of this
         step: it is as good, since a checkpoint is complete in itself. Otherwise `step` must be higher than that of every checkpoint.
         """
@@ -69,8 +74,7 @@ class Checkpoints:
             items = ocp.args.Composite(
                 arrays=ocp.args.PyTreeSave({name: _snapshot(leaf) for name, leaf in _stored(_named(arrays)).items()}),
                 json=ocp.args.JsonSave(document),
-                # One array of bytes: Orbax refuses empty arrays and arrays of strings.
-                payloads=ocp.args.PyTreeSave({"npz": np.frombuffer(packed.getvalue(), np.uint8)}),
+                payloads=ocp.args.PyTreeSave(self._packed(packed.getbuffer())),
             )
             return self._manager.save(step, args=items, force=True)
 
@@ -142,11 +146,13 @@ class Checkpoints:
             args=ocp.args.Composite(
                 arrays=ocp.args.PyTreeRestore(dict.fromkeys(stored, 0), restore_args={n: _restore_as(shardings[n]) for n in stored}),
                 json=ocp.args.JsonRestore(),
-                payloads=ocp.args.PyTreeRestore({"npz": 0}, restore_args={"npz": _restore_as(None)}),
+                payloads=ocp.args.PyTreeRestore(dict.fromkeys(_PAYLOADS, 0), restore_args=dict.fromkeys(_PAYLOADS, _restore_as(None))),
             ),
         )
-        with np.load(io.BytesIO(items.payloads["npz"].tobytes()), allow_pickle=False) as archive:
-            payloads = dict(archive)
+        payloads = {}
+        for row, length in zip(items.payloads["npz"], items.payloads["lengths"], strict=True):
+            with np.load(io.BytesIO(row[:length].tobytes()), allow_pickle=False) as archive:
+                payloads |= archive
 
         def own(name: str, leaf: Any) -> Any:
             """A copy: what Orbax made may lie over the memory that it read into, and an update donates its state."""
@@ -155,10 +161,21 @@ class Checkpoints:
                 return np.array(array)
             if shardings[name] is None:
                 return jnp.array(array)
+            if self._peers.count > 1:
+                return jax.jit(jnp.copy, out_shardings=shardings[name])(array)
             return jax.device_put(array, shardings[name], may_alias=False)
 
         arrays = jax.tree.unflatten(jax.tree.structure(template), [own(name, leaf) for name, leaf in leaves.items()])
         return arrays, items.json, payloads
+
+    def _packed(self, mine: memoryview) -> dict[str, Any]:
+        """Every process's payloads as a row of bytes: Orbax refuses empty arrays and arrays of strings."""
+        lengths = np.array(self._peers.gather("checkpoint payloads", len(mine)))
+        row = np.zeros((1, lengths.max()), np.uint8)
+        row[0, : len(mine)] = mine
+        if self._peers.count > 1:
+            row = jax.make_array_from_process_local_data(hosts_sharding(), row, (self._peers.count, row.shape[1]))
+        return {"npz": row, "lengths": lengths}
 
     def _check(self, step: int, leaves: Mapping[str, Any]) -> None:
         """Apart from reading, because a wrong template must not pass for a damaged checkpoint."""

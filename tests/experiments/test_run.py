@@ -16,7 +16,7 @@ def pipeline(monkeypatch):
 
     calls = []
     fake = types.ModuleType("experiments.pipeline")
-    fake.run = lambda config, directory, *, resume: calls.append((config, directory, resume)) or 0
+    fake.run = lambda config, directory, *, resume, peers: calls.append((config, directory, resume)) or 0
     fake.describe = lambda config: calls.append((config, None, None))
     monkeypatch.setitem(sys.modules, "experiments.pipeline", fake)
     monkeypatch.setattr("experiments.pipeline", fake, raising=False)
