@@ -22,6 +22,8 @@ def to_experts(
     are gathered, every device adds up what its experts give, and the sums are scattered to the tokens' devices. Otherwise each device has
     all tokens, and the sums are added. No token is dropped, however uneven the choice.
     """
+    # Once, here: where devices share an argument its gradient is summed over them, and that must not be in a loop.
+    x_NxD, gates_NxK, gate_up_ExDx2xF, down_ExFxD = varying_alike(x_NxD, gates_NxK, gate_up_ExDx2xF, down_ExFxD)
     parts = jax.lax.axis_size(over) if over else 1
     local = down_ExFxD.shape[0]
 

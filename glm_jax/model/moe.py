@@ -62,7 +62,7 @@ class MoE:
             return None, None, ()
         experts, embed, _, width = spec(("experts", "embed", "two", "expert_ff"), self.gate_up.shape)
         split = (*mesh_axes("batch", tokens[0]), *mesh_axes("queries", tokens[1]))
-        stored = tuple(axis for axis in embed or () if axis in split)
+        stored = tuple(axis for axis in ((embed,) if isinstance(embed, str) else embed or ()) if axis in split)
         return PartitionSpec(experts, stored or None, None, width), PartitionSpec(experts, width, stored or None), stored
 
 

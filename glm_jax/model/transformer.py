@@ -196,15 +196,17 @@ class Transformer:
 
     def logits(self, hidden: Array) -> Array:
         """float32 [..., V] for hidden [..., D]."""
-        if self.head is None:
-            return jnp.einsum("...d,vd->...v", hidden, gather_one(self.embedding, "vocab", None), preferred_element_type=jnp.float32)
-        return jnp.einsum("...d,dv->...v", hidden, gather_one(self.head, None, "vocab"), preferred_element_type=jnp.float32)
+        return jnp.einsum("...d,dv->...v", hidden, gather_one(self.unembedding, None, "vocab"), preferred_element_type=jnp.float32)
 
-    def mtp_logits(self, hidden: Array) -> Array:
-        """float32 [..., V] for the hidden states of `Output.mtp`."""
-        if self.mtp.head is None:
-            return self.logits(hidden)
-        return jnp.einsum("...d,dv->...v", hidden, gather_one(self.mtp.head[0], None, "vocab"), preferred_element_type=jnp.float32)
+    @property
+    def unembedding(self) -> Array:
+        """[D, V]: the head, or the embedding where they are tied."""
+        return self.embedding.T if self.head is None else self.head
+
+    @property
+    def mtp_unembedding(self) -> Array:
+        """[D, V], for the hidden states of `Output.mtp`."""
+        return self.unembedding if self.mtp.head is None else self.mtp.head[0]
 
     def astype(self, dtype: Any) -> Transformer:
         """The model in another type, but for the router biases: rounded, their order would be lost (see MoE)."""

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from pallas_kernels.chunks import over_queries
+from pallas_kernels.dispatch import varying_alike
 from pallas_kernels.lightning_indexer.reference import visible
 
 
@@ -15,6 +16,7 @@ def index_scores(q_BxTxHxD, k_BxSxD, w_BxTxH, *, query_positions, key_positions,
 
 
 def index_scores_at(q_BxTxHxD, k_BxSxD, w_BxTxH, places_BxTxK):
+    q_BxTxHxD, k_BxSxD, w_BxTxH = varying_alike(q_BxTxHxD, k_BxSxD, w_BxTxH)  # their gradients are summed once, not by chunk
     rows, _, heads, dim = q_BxTxHxD.shape
     row = jnp.arange(rows)[:, None, None]
 

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from pallas_kernels.chunks import over_queries
+from pallas_kernels.dispatch import varying_alike
 from pallas_kernels.sparse_mla.reference import head_mean, masked_softmax
 
 
@@ -15,7 +16,8 @@ def gather_rows(x_BxSxD, selection_BxTxK):
 
 def sparse_mla(q_latent_BxTxHxC, q_rope_BxTxHxR, latent_BxSxC, rope_BxSxR, selection_BxTxK, *, scale):
     width = latent_BxSxC.shape[-1]
-    latent_rope = jnp.concatenate([latent_BxSxC, rope_BxSxR], axis=-1)
+    q = jnp.concatenate([q_latent_BxTxHxC, q_rope_BxTxHxR], axis=-1)
+    q, latent_rope = varying_alike(q, jnp.concatenate([latent_BxSxC, rope_BxSxR], axis=-1))  # their gradients are summed once, not by chunk
 
     def attend(queries):
         q, selection = queries
@@ -25,6 +27,5 @@ def sparse_mla(q_latent_BxTxHxC, q_rope_BxTxHxR, latent_BxSxC, rope_BxSxR, selec
         out = jnp.einsum("bthk,btkc->bthc", probabilities.astype(latent_BxSxC.dtype), keys_BxTxKxD[..., :width])
         return out, lse, head_mean(probabilities)
 
-    q = jnp.concatenate([q_latent_BxTxHxC, q_rope_BxTxHxR], axis=-1)
     rows, _, heads, dim = q.shape
     return over_queries(attend, (q, selection_BxTxK), rows * selection_BxTxK.shape[-1] * (dim + 2 * heads))
