@@ -118,9 +118,10 @@ class Pipeline:
         self.sft_optimizer = adamw(
             sft.learning_rate, warmup_steps=sft.warmup_steps, weight_decay=sft.weight_decay, frozen=("router_bias", *untrained))
         self.rl_optimizer = adamw(rl.learning_rate, frozen=("router_bias", "mtp", *(("indexer",) if rl.freeze_indexer else ())))
+        self._computing = {"remat": config.model.remat, "dtype": config.model.dtype}
         objective = functools.partial(
             supervised_loss, indexer_coefficient=sft.indexer_loss, balance_coefficient=sft.balance_loss, mtp_coefficient=sft.mtp_loss,
-            mtp_steps=sft.mtp_steps, count_experts=sft.balance_loss > 0 or sft.bias_rate > 0)
+            mtp_steps=sft.mtp_steps, count_experts=sft.balance_loss > 0 or sft.bias_rate > 0, **self._computing)
         self.sft_updates = {
             dense: build_update(functools.partial(objective, dense_attention=dense), self.sft_optimizer, sft.bias_rate)
             for dense in (True, False)}
@@ -269,7 +270,7 @@ class Pipeline:
                     file.write(json.dumps(sample_record(trajectory, self.tokenizer.decode)) + "\n")
 
             loop = RLLoop(
-                config, self.rl_state, build_rl_update(config.rl, self.rl_optimizer), self.template,
+                config, self.rl_state, build_rl_update(config.rl, self.rl_optimizer, **self._computing), self.template,
                 optimizer_init=jax.jit(self.rl_optimizer.init) if self.mesh else self.rl_optimizer.init, tracer=self.tracer,
                 stop_requested=self.stop, report=report, checkpoint=checkpoint, restored=restored, mesh=self.mesh, peers=self.peers)
             self.rl_state = loop.run()

@@ -30,10 +30,9 @@ def sequence(seed, length):
 A, B, C = sequence(0, 6), sequence(1, 4), sequence(2, 9)
 
 
-def arguments(*microbatches):
-    """(batch, shared, microbatches) for lists of rows that are lists of sequences; at most two microbatches of two rows."""
-    batch = {"tokens": np.zeros((2, 2, LENGTH), np.int32), "segment_ids": np.zeros((2, 2, LENGTH), np.int32),
-             "loss_mask": np.zeros((2, 2, LENGTH), np.float32)}
+def arguments(*microbatches, shape=(2, 2, LENGTH)):
+    """(batch, shared, microbatches) for lists of rows that are lists of sequences; `shape` has room for more, [M, rows, T]."""
+    batch = {"tokens": np.zeros(shape, np.int32), "segment_ids": np.zeros(shape, np.int32), "loss_mask": np.zeros(shape, np.float32)}
     for m, rows in enumerate(microbatches):
         for r, sequences in enumerate(rows):
             start = 0

@@ -88,8 +88,9 @@ def run_stack(
 
     body = rematerialised(body, remat)
     context = context.replace(layer=0, full=0, share=1.0)
-    # Of two layers, a loop costs more than it saves.
-    (x, context), found = jax.lax.scan(body, (x, context), (layers, numbers, scanned, experts), unroll=count if count <= 5 else 1)
+    # A loop over few layers costs a CPU more than it saves; on a mesh the time to compile counts.
+    unroll = count if count <= 5 and jax.sharding.get_abstract_mesh().empty else 1
+    (x, context), found = jax.lax.scan(body, (x, context), (layers, numbers, scanned, experts), unroll=unroll)
     return x, context, found
 
 

@@ -50,8 +50,8 @@ def rl_objective(config: RLConfig, remat: str = "none", dtype: Any = None) -> Ca
             compute_logits=False, remat=remat)
         logp = token_logp(out.hidden, model.unembedding, batch["tokens"], config.temperature)
         loss, metrics = policy_loss(
-            config.loss, logp=logp, behaviour_logp=batch["behaviour_logp"], advantages=batch["advantages"], mask=batch["loss_mask"], rollout_ids=batch["rollout_ids"], group_ids=batch["group_ids"],
-            normaliser=batch["loss_tokens"], **hyper)
+            config.loss, logp=logp, behaviour_logp=batch["behaviour_logp"], advantages=batch["advantages"], mask=batch["loss_mask"],
+            rollout_ids=batch["rollout_ids"], group_ids=batch["group_ids"], normaliser=batch["loss_tokens"], **hyper)
         return loss, metrics | flips(out, recorded)
 
     return objective
@@ -199,8 +199,8 @@ def lay_out(
     return arrays, {"loss_tokens": np.float32(packed.loss_mask.sum())}, np.int32(-(-used // microbatch_rows))
 
 
-def build_rl_update(config: RLConfig, optimizer: optax.GradientTransformation) -> Callable:
-    return build_update(rl_objective(config), optimizer)
+def build_rl_update(config: RLConfig, optimizer: optax.GradientTransformation, remat: str = "none", dtype: Any = None) -> Callable:
+    return build_update(rl_objective(config, remat, dtype), optimizer)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

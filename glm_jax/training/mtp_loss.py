@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -23,12 +22,11 @@ def mtp_metrics(model: Transformer, mtp: MTPOutput, tokens: Array, segments: Arr
     """Sums float32 [n] over the trained tokens of each step: `mtp_nll`, `mtp_tokens`, and `mtp_correct`, those predicted greedily.
 
     tokens, segments int32 [B, T] and loss_mask float32 [B, T]: entry t of step k scores token t + k + 2, if it is in the same sequence
-    and trained. A step's logits are computed again in the backward pass, so that those of one step at a time are in memory.
+    and trained.
     """
 
-    @jax.checkpoint
     def step(hidden, targets, mask):
-        logp, hit = score(model.mtp_logits(hidden), targets)
+        logp, hit = score(hidden, model.mtp_unembedding, targets)
         return -jnp.sum(logp * mask), jnp.sum(mask), jnp.sum(hit * mask)
 
     ahead = range(2, len(mtp.hidden) + 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -16,7 +18,8 @@ from glm_jax.training.scoring import score, shift_right
 
 def supervised_loss(
     model: Transformer, batch: dict[str, Array], *, dense_attention: bool, indexer_coefficient: float, balance_coefficient: float = 0.0,
-    mtp_coefficient: float = 0.0, mtp_steps: int = 0, count_experts: bool = False,
+    mtp_coefficient: float = 0.0, mtp_steps: int = 0, count_experts: bool = False, remat: str = "none",
+    dtype: Any = None,
 ) -> tuple[Array, dict[str, Array]]:
     """Cross entropy of the masked tokens, and what else has a coefficient, each divided by its global count.
 
@@ -28,13 +31,16 @@ def supervised_loss(
     - The sequence-wise balance loss, over sequences, summed over the layers (DeepSeek-V3 eq. 17-20; GLM-4.5 §2.4: 1e-4).
     - The cross entropy of `mtp_steps` further tokens, see mtp_loss. The MTP layer then counts as one more layer in both of the above.
 
-    Metrics are sums; `count_experts` adds those that the biases of the routers move by, see expert_loads.
+    Metrics are sums; `count_experts` adds those that the biases of the routers move by, see expert_loads. `remat` is the model's. `dtype`
+    is the type to compute in, by default that of the weights; gradients have the weights' type, and losses are summed in float32.
     """
+    if dtype is not None:
+        model = model.astype(dtype)
     tokens, segments, mask = (shard(batch[name], "batch", None) for name in ("tokens", "segment_ids", "loss_mask"))
     out = model(
         tokens, segment_ids=segments, dense_attention=dense_attention, indexer_loss=indexer_coefficient > 0,
-        balance_loss=balance_coefficient > 0, mtp_steps=mtp_steps)
-    logp, hit = map(shift_right, score(out.logits, shift_left(tokens, 1)))
+        balance_loss=balance_coefficient > 0, mtp_steps=mtp_steps, compute_logits=False, remat=remat)
+    logp, hit = map(shift_right, score(out.hidden, model.unembedding, shift_left(tokens, 1)))
     nll = -jnp.sum(logp * mask)
     loss = nll / batch["loss_tokens"]
     metrics = {"nll": nll, "loss_tokens": mask.sum(), "correct_tokens": jnp.sum(hit * mask)}

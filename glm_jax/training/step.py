@@ -39,11 +39,12 @@ def init_state(model: Transformer, optimizer: optax.GradientTransformation) -> T
 def build_update(objective: Objective, optimizer: optax.GradientTransformation, bias_rate: float = 0.0) -> Callable:
     """update(state, batch, shared, microbatches) -> (state, metrics); the state is donated.
 
-    `batch` holds arrays [M, rows, T], of which the first `microbatches` (at most M; traced, so no recompilation) are used; `shared` holds
-    scalars that every microbatch sees. The objective returns a loss whose sum over microbatches is the update's loss, and metrics as sums,
-    which are added up (of names that end in `_max` the largest is kept, if above 0); the update's `loss` and `gradient_norm` (before
-    clipping, over all weights) join them. A `bias_rate` moves the routers' biases after the optimizer's step, against the loads that the
-    objective counts among its metrics, see `balanced`; the optimizer itself should leave them alone.
+    `batch` holds arrays [M, rows, T], of which the first `microbatches` (1 .. M; traced, so no recompilation) are used, one after another;
+    where M is 1 there is no loop, and no memory for sums of gradients. `shared` holds scalars that every microbatch sees. The objective
+    returns a loss whose sum over microbatches is the update's loss, and metrics as sums, which are added (of names that end in `_max` the
+    largest is kept, if above 0); the update's `loss` and `gradient_norm` (before clipping, over all weights) join them. A `bias_rate` moves
+    the routers' biases after the optimizer's step, against the loads that the objective counts among its metrics, see `balanced`; the
+    optimizer itself should leave them alone.
     """
 
     def update(state: TrainState, batch: dict[str, Array], shared: dict[str, Array], microbatches: Array) -> tuple[TrainState, dict]:
@@ -57,10 +58,12 @@ def build_update(objective: Objective, optimizer: optax.GradientTransformation, 
             merged = {name: (jnp.maximum if name.endswith("_max") else jnp.add)(metrics[name], more[name]) for name in metrics}
             return (loss + more_loss, merged), jax.tree.map(jnp.add, gradients, more_gradients)
 
-        shapes = jax.eval_shape(one, 0)
-        where = lambda s: None if jax.sharding.get_abstract_mesh().empty else s.sharding
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=where(s)), shapes)
-        (loss, metrics), gradients = jax.lax.fori_loop(0, microbatches, add, zeros)
+        if jax.tree.leaves(batch)[0].shape[0] == 1:
+            (loss, metrics), gradients = one(0)
+        else:
+            where = lambda s: None if jax.sharding.get_abstract_mesh().empty else s.sharding
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=where(s)), jax.eval_shape(one, 0))
+            (loss, metrics), gradients = jax.lax.fori_loop(0, microbatches, add, zeros)
         changes, optimizer_state = optimizer.update(gradients, state.optimizer, state.model)
         metrics |= {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
         model = optax.apply_updates(state.model, changes)

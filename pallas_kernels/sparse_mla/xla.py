@@ -4,14 +4,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.chunks import over_queries
 from pallas_kernels.dispatch import varying_alike
+from pallas_kernels.gather import gather_rows
 from pallas_kernels.sparse_mla.reference import head_mean, masked_softmax
-
-
-def gather_rows(x_BxSxD, selection_BxTxK):
-    """x[b, selection[b, t, k]] as [B, T, K, D]; -1 reads row 0, which the caller masks. A flat gather has a flat scatter as gradient."""
-    batch, size, width = x_BxSxD.shape
-    flat = jnp.maximum(selection_BxTxK, 0) + size * jnp.arange(batch, dtype=jnp.int32)[:, None, None]
-    return jnp.take(x_BxSxD.reshape(batch * size, width), flat, axis=0, mode="clip")
 
 
 def sparse_mla(q_latent_BxTxHxC, q_rope_BxTxHxR, latent_BxSxC, rope_BxSxR, selection_BxTxK, *, scale):

@@ -1,27 +1,28 @@
 """One update: its loss and metrics against the equations, and what must not change them (microbatches, packing)."""
 
+import dataclasses
 import functools
 
 import glm_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from small_model import VOCAB, random_model, small_config
+from packed_run import KEEP_GRADIENTS, LENGTH, A, B, C, assert_same, compiled_run, unoptimised
+from small_model import random_model, small_config
 
+from glm_jax.config import RLConfig
 from glm_jax.data.packing import pack_segments
 from glm_jax.data.trajectory import Segment
+from glm_jax.model import GQAConfig, MTPConfig
+from glm_jax.model.transformer import Transformer
+from glm_jax.parallel import make_mesh, sharding_of
+from glm_jax.rl.learner import rl_objective
 from glm_jax.training.objectives import supervised_loss
 from glm_jax.training.optimizers import adamw, path_name
 from glm_jax.training.step import build_update, init_state, supervised_inputs
 
-LENGTH, COEFFICIENT = 10, 0.5
-
-# An optimizer that changes nothing and keeps the gradients it is given, for the test to read.
-KEEP_GRADIENTS = optax.GradientTransformation(
-    init=lambda model: jax.tree.map(jnp.zeros_like, model),
-    update=lambda gradients, state, model: (jax.tree.map(jnp.zeros_like, gradients), gradients))
+COEFFICIENT = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -31,41 +32,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def run(model):
-    """run(microbatch, ...) -> metrics, gradients, for lists of rows that are lists of (tokens, mask). One shape, so one compilation."""
-    update = build_update(functools.partial(supervised_loss, dense_attention=False, indexer_coefficient=COEFFICIENT), KEEP_GRADIENTS)
-
-    def run(*microbatches):
-        batch = {"tokens": np.zeros((2, 2, LENGTH), np.int32), "segment_ids": np.zeros((2, 2, LENGTH), np.int32),
-                 "loss_mask": np.zeros((2, 2, LENGTH), np.float32)}
-        for m, rows in enumerate(microbatches):
-            for r, segments in enumerate(rows):
-                start = 0
-                for number, (tokens, mask) in enumerate(segments, 1):
-                    place = m, r, slice(start, start := start + len(tokens))
-                    batch["tokens"][place], batch["loss_mask"][place], batch["segment_ids"][place] = tokens, mask, number
-        shared = {"loss_tokens": batch["loss_mask"].sum(), "real_tokens": np.float32((batch["segment_ids"] > 0).sum())}
-        state, metrics = update(init_state(model, KEEP_GRADIENTS), batch, shared, np.int32(len(microbatches)))
-        assert int(state.step) == 1
-        return {name: float(value) for name, value in metrics.items()}, state.optimizer
-
-    return run
-
-
-def segment(seed, length):
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, VOCAB, length, np.int32), np.concatenate([[0], rng.random(length - 1) < 0.6]).astype(np.float32)
-
-
-A, B, C = segment(0, 6), segment(1, 4), segment(2, 9)
-
-
-def assert_same(found, wanted):
-    """Metrics, and gradients within 1e-6 of the largest one."""
-    for name, value in wanted[0].items():
-        assert found[0][name] == pytest.approx(value, rel=2e-6), name
-    largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(wanted[1]))
-    for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * largest)
+    return compiled_run(model, indexer_coefficient=COEFFICIENT)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +42,7 @@ def together(run):
 
 
 def test_loss_and_metrics_are_those_of_the_equations(model, run):
-    metrics, gradients = run([[A, B], [C]])
+    metrics, gradients, _ = run([[A, B], [C]])
     nll = correct = kl = 0.0
     for tokens, mask in (A, B, C):
         oracle = glm_oracle.forward(model, tokens)
@@ -89,7 +56,7 @@ def test_loss_and_metrics_are_those_of_the_equations(model, run):
         "nll": nll, "loss_tokens": loss_tokens, "correct_tokens": correct, "indexer_kl": kl, "real_tokens": real_tokens,
         "loss": nll / loss_tokens + COEFFICIENT * kl / real_tokens,
         "gradient_norm": np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in map(np.asarray, jax.tree.leaves(gradients))))}
-    assert metrics == pytest.approx(wanted, rel=2e-5)
+    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(wanted, rel=2e-5)
 
 
 def test_microbatches_change_nothing(run, together):
@@ -122,6 +89,79 @@ def test_updates_leave_the_given_model_and_the_frozen_weights_alone(model):
         np.testing.assert_array_equal(given, old)
         names = path_name(path).split("/")
         assert (np.asarray(new) == old).all() == ("router_bias" in names or "indexer" in names), names
+
+
+def inputs(microbatches):
+    return {"weight": np.ones((microbatches, 2), np.float32)}, {}, np.int32(microbatches)
+
+
+def bytes_of(tree):
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_one_microbatch_takes_no_loop(model, microbatches):
+    """And so no sums of gradients."""
+    update = build_update(squares, KEEP_GRADIENTS).lower(init_state(model, KEEP_GRADIENTS), *inputs(microbatches))
+    assert ("stablehlo.while" in update.as_text()) == (microbatches > 1)
+
+
+@pytest.mark.parametrize("microbatches, axes", [(1, {}), (2, {"fsdp": 2, "model": 2})], ids=["", "mesh"])
+def test_the_state_is_donated_whole_and_keeps_its_shardings(microbatches, axes):
+    optimizer, mesh = adamw(1e-2, first_moment_dtype=jnp.bfloat16), make_mesh(**axes)
+    with jax.set_mesh(mesh):
+        split = jax.tree.map(
+            lambda declared, w: jax.device_put(w, sharding_of(declared, mesh)), Transformer.declare_tree(PLAIN), random_model(PLAIN))
+        state = init_state(split, optimizer)
+        given = jax.tree.map(lambda leaf: leaf.sharding, state)
+        compiled = unoptimised(build_update(squares, optimizer), state, *inputs(microbatches))
+        assert compiled.memory_analysis().alias_size_in_bytes == bytes_of(state)
+        after, _ = compiled(state, *inputs(microbatches))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    for (path, leaf), before in zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(given), strict=True):
+        assert leaf.sharding.is_equivalent_to(before, leaf.ndim), path_name(path)
+    moments = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(after.optimizer)}
+    for kind, dtype in (("mu", jnp.bfloat16), ("nu", jnp.float32)):
+        (embedding,) = (leaf for name, leaf in moments.items() if name.endswith(f"{kind}/embedding"))
+        assert embedding.dtype == dtype and embedding.sharding.is_equivalent_to(after.model.embedding.sharding, 2)
+
+
+def shapes(rows, length):
+    """What every objective reads of rows [B, T]."""
+    shape = jax.ShapeDtypeStruct
+    batch = dict.fromkeys(("tokens", "segment_ids", "rollout_ids", "group_ids"), shape((rows, length), jnp.int32))
+    batch |= dict.fromkeys(("loss_mask", "behaviour_logp", "advantages"), shape((rows, length), jnp.float32))
+    batch |= dict.fromkeys(("loss_tokens", "real_tokens", "sequences"), shape((), jnp.float32))
+    return batch | {"mtp_tokens": shape((1,), jnp.float32)}
+
+
+PLAIN = dataclasses.replace(
+    small_config(), mla=None, indexer=None, moe=None, layers=1, dense_layers=1, mtp=MTPConfig(), heads=2, intermediate_size=8,
+    gqa=GQAConfig(kv_heads=1, head_dim=8, rotary_dim=4))
+FURTHER = functools.partial(supervised_loss, dense_attention=False, indexer_coefficient=0.0, mtp_coefficient=0.3, mtp_steps=1)
+OBJECTIVES = {
+    "supervised": lambda **options: functools.partial(FURTHER, **options),
+    "rl": lambda **options: rl_objective(dataclasses.replace(RLConfig(), replay="none"), **options)}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_gradients_have_the_weights_type_and_logits_are_never_computed_at_once(name):
+    """Four times the tokens and four times the vocabulary take four times the memory, in bfloat16 with rematerialisation."""
+    objective = OBJECTIVES[name](remat="layer", dtype=jnp.bfloat16)
+
+    def temporary(rows, vocabulary):
+        model = jax.tree.map(
+            lambda declared: jax.ShapeDtypeStruct(declared.shape, jnp.float32),
+            Transformer.declare_tree(dataclasses.replace(PLAIN, vocab_size=vocabulary)))
+        lowered = jax.jit(jax.value_and_grad(objective, has_aux=True)).lower(model, shapes(rows, 16))
+        (loss, _), gradients = lowered.out_info
+        assert {leaf.dtype for leaf in jax.tree.leaves((loss, gradients))} == {jnp.dtype(jnp.float32)}
+        return lowered.compile(compiler_options={"xla_backend_optimization_level": 0}).memory_analysis().temp_size_in_bytes
+
+    rows, vocabulary = 512, 16384
+    small, large = temporary(rows, vocabulary), temporary(4 * rows, 4 * vocabulary)
+    assert large < 4.2 * small
+    assert large < 4 * rows * 16 * 4 * vocabulary * 4 / 10  # of what the logits would take
 
 
 def packed(*segments, rows):
