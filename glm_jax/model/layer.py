@@ -149,8 +149,9 @@ def own_or_shared_selection(config: ModelConfig, indexers: Indexer, replays: Arr
             no_keys = jnp.zeros((*x.shape[:2], config.indexer.head_dim), x.dtype)
             return context.selection, shard(no_keys, "batch", "queries", None)
 
-        # The cache is only read in the branches: written there, a cond would copy it.
-        selection, new_keys = jax.lax.cond(context.full < count, own, shared, x, q_latent, context)
+        # The cache is only read in the branches: written there, a cond would copy it. The scope tells whoever counts the work how often.
+        with jax.named_scope(f"expected_share_{count}_of_{config.layers}"):
+            selection, new_keys = jax.lax.cond(context.full < count, own, shared, x, q_latent, context)
         context, _ = context.store(("index_key",), (new_keys,), (None,))
         return _named(selection), context.replace(selection=_named(selection))
 

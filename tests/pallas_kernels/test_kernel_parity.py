@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.dense_attention.api import dense_attention
 from pallas_kernels.grouped_matmul.api import grouped_matmul
-from pallas_kernels.lightning_indexer.api import index_scores, index_topk
+from pallas_kernels.lightning_indexer.api import index_scores, index_scores_at, index_topk
 from pallas_kernels.sparse_mla.api import sparse_mla
 from pallas_kernels.topk_select.api import select_topk
 
@@ -115,6 +115,13 @@ def test_select_topk_is_brute_force(values, k):
         found = compiled_select(k, implementation)(scores)
         assert found.dtype == jnp.int32
         np.testing.assert_array_equal(found, [wanted])
+
+
+def test_index_scores_at_parity():
+    rng = np.random.default_rng(1)
+    arguments = normal(rng, 2, 5, 3, 4), normal(rng, 2, 9, 4), normal(rng, 2, 5, 3)
+    places = jnp.asarray(rng.integers(-1, 9, (2, 5, 4)), jnp.int32)
+    assert_parity(index_scores_at, arguments, normal(rng, 2, 5, 4), {"places_BxTxK": places})
 
 
 SELECTIONS = {
