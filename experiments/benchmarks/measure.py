@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import sys
 import time
@@ -86,8 +87,8 @@ def exponent(values: Mapping[int, float], smallest: int = 0) -> float | None:
 def dot_flops(jaxpr: Any) -> int:
     """FLOPs of the matrix products of a jaxpr: two for each multiply-add, loops by their length, branches by the largest.
 
-    Counted from shapes, so whatever is padded, masked or multiplied for nothing counts. Raises BenchmarkError for a while loop with
-    products in it: its length is not known.
+    Counted from shapes, so whatever is padded, masked or multiplied for nothing counts. A while loop counts as long as its scope says,
+    `expected_trips_N` (see grouped_matmul); BenchmarkError for one with products in it that does not say.
     """
     total = 0
     for equation in jaxpr.eqns:
@@ -103,7 +104,10 @@ def dot_flops(jaxpr: Any) -> int:
         else:
             inner = sum(dot_flops(getattr(sub, "jaxpr", sub)) for sub in _inner(equation.params))
             if inner and equation.primitive.name == "while":
-                raise BenchmarkError("the products of a while loop cannot be counted: its length is not known")
+                expected = re.findall(r"expected_trips_(\d+)", str(equation.source_info.name_stack))
+                if not expected:
+                    raise BenchmarkError("the products of a while loop cannot be counted: its length is not known")
+                inner *= int(expected[-1])
             total += inner * (equation.params["length"] if equation.primitive.name == "scan" else 1)
     return total
 

@@ -60,6 +60,12 @@ def test_products_are_counted_through_loops_branches_and_gradients():
     assert count(lambda a, b: jax.lax.map(lambda row: row @ b, a), a, b) == one
     assert count(lambda a, b: jax.lax.cond(a.sum() > 0, lambda: a @ b, lambda: jnp.zeros((3, 5))), a, b) == one
     assert count(lambda a, b: jnp.einsum("xij,xjk->xik", jnp.stack([a, a]), jnp.stack([b, b])), a, b) == 2 * one
+
+    def told(a, b):
+        with jax.named_scope("expected_trips_7"):
+            return jax.lax.fori_loop(0, a.sum().astype(int), lambda _, c: c @ b @ b.T, a)
+
+    assert count(told, a, b) == 7 * 2 * one
     with pytest.raises(measure.BenchmarkError, match="while"):
         count(lambda a, b: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c @ b @ b.T, a), a, b)
     with pytest.raises(measure.BenchmarkError, match="ragged"):
