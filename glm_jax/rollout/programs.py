@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from glm_jax.parallel.axes import island
 from glm_jax.rollout.sampling import MAX_STOP_IDS, sample
 
 
@@ -85,6 +86,12 @@ def _put(leaf, slots_R, rows):
     return leaf.at[index].set(rows, mode="drop")
 
 
+def _sample(logits, seed, position, temperature):
+    """`sample`, on a mesh by each device for its own rows."""
+    rows, table = ("batch",), ("batch", None)
+    return island(sample, (table, table, rows, rows), (rows, rows))(logits, seed, position, temperature)
+
+
 def _is_stop(token_B, stop_ids):
     return (token_B[:, None] == stop_ids).any(axis=-1)
 
@@ -114,7 +121,7 @@ def prefill(model, state: SlotState, packed: jax.Array, *, chunk: int, record_ro
     last_R = jnp.maximum(count_R - 1, 0)
     hidden_RxD = jnp.take_along_axis(out.hidden, last_R[:, None, None], axis=1)[:, 0]
     position_R = rows["start"] + count_R
-    token_R, logp_R = sample(model.logits(hidden_RxD), rows["seed"], position_R, rows["temperature"])
+    token_R, logp_R = _sample(model.logits(hidden_RxD), rows["seed"], position_R, rows["temperature"])
     remaining_R = rows["budget"] - 1
     active_R = (rows["sample"] == 1) & (remaining_R > 0) & ~_is_stop(token_R, rows["stop_ids"])
     updated = SlotState(
@@ -144,7 +151,7 @@ def decode(model, state: SlotState, enabled_S: jax.Array, *, steps: int, record_
         fed_S = state.active
         mask_Sx1 = fed_S[:, None].astype(jnp.int32)
         out = model(state.token[:, None], cache=state.cache, attention_mask=mask_Sx1, return_selections=record_routing)
-        token_S, logp_S = sample(out.logits[:, 0], state.seed, out.cache.lengths, state.temperature)
+        token_S, logp_S = _sample(out.logits[:, 0], state.seed, out.cache.lengths, state.temperature)
         remaining_S = state.remaining - fed_S
         state = state.replace(
             cache=out.cache,

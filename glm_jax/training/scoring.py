@@ -67,12 +67,13 @@ def _chunk(split: tuple[str, ...], temperature: float, hidden: Array, weights: A
     fixed = jax.lax.stop_gradient(logits)
     own_highest = fixed.max(axis=-1)
     highest = over(jax.lax.pmax, own_highest)
-    total = over(jax.lax.psum, jnp.exp(logits - highest[..., None]).sum(axis=-1))
+    shifted = logits - highest[..., None]
+    total = over(jax.lax.psum, jnp.exp(shifted).sum(axis=-1))
     # A sum with one term other than 0 in place of a lookup: it needs no vocabulary in one piece.
     mine = jnp.arange(size) == (targets - first)[..., None]
-    own = over(jax.lax.psum, jnp.where(mine, logits - highest[..., None], 0).sum(axis=-1))
+    logp = over(jax.lax.psum, jnp.where(mine, shifted - jnp.log(total)[..., None], 0).sum(axis=-1))
     best = jnp.where(own_highest == highest, first + fixed.argmax(axis=-1), jnp.iinfo(jnp.int32).max)
-    return own - jnp.log(total), over(jax.lax.pmin, best) == targets
+    return logp, over(jax.lax.pmin, best) == targets
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -40,11 +40,11 @@ def build_update(objective: Objective, optimizer: optax.GradientTransformation, 
     """update(state, batch, shared, microbatches) -> (state, metrics); the state is donated.
 
     `batch` holds arrays [M, rows, T], of which the first `microbatches` (1 .. M; traced, so no recompilation) are used, one after another;
-    where M is 1 there is no loop, and no memory for sums of gradients. `shared` holds scalars that every microbatch sees. The objective
-    returns a loss whose sum over microbatches is the update's loss, and metrics as sums, which are added (of names that end in `_max` the
-    largest is kept, if above 0); the update's `loss` and `gradient_norm` (before clipping, over all weights) join them. A `bias_rate` moves
-    the routers' biases after the optimizer's step, against the loads that the objective counts among its metrics, see `balanced`; the
-    optimizer itself should leave them alone.
+    where M is 1 there is no loop, and no memory for sums of gradients, which are float32 whatever the weights are. `shared` holds scalars
+    that every microbatch sees. The objective returns a loss whose sum over microbatches is the update's loss, and metrics as sums, which
+    are added (of names that end in `_max` the largest is kept, if above 0); the update's `loss` and `gradient_norm` (before clipping, over
+    all weights) join them. A `bias_rate` moves the routers' biases after the optimizer's step, against the loads that the objective counts
+    among its metrics, see `balanced`; the optimizer itself should leave them alone.
     """
 
     def update(state: TrainState, batch: dict[str, Array], shared: dict[str, Array], microbatches: Array) -> tuple[TrainState, dict]:
@@ -62,8 +62,11 @@ def build_update(objective: Objective, optimizer: optax.GradientTransformation, 
             (loss, metrics), gradients = one(0)
         else:
             where = lambda s: None if jax.sharding.get_abstract_mesh().empty else s.sharding
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=where(s)), jax.eval_shape(one, 0))
+            zero = lambda s, dtype=None: jnp.zeros(s.shape, dtype or s.dtype, out_sharding=where(s))
+            sums, like = jax.eval_shape(one, 0)
+            zeros = jax.tree.map(zero, sums), jax.tree.map(lambda s: zero(s, jnp.float32), like)
             (loss, metrics), gradients = jax.lax.fori_loop(0, microbatches, add, zeros)
+            gradients = jax.tree.map(lambda g, s: g.astype(s.dtype), gradients, like)
         changes, optimizer_state = optimizer.update(gradients, state.optimizer, state.model)
         metrics |= {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
         model = optax.apply_updates(state.model, changes)

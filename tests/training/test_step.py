@@ -106,6 +106,15 @@ def test_one_microbatch_takes_no_loop(model, microbatches):
     assert ("stablehlo.while" in update.as_text()) == (microbatches > 1)
 
 
+def test_gradients_of_bfloat16_weights_are_summed_in_float32():
+    """Of 512 microbatches with the same gradient, a sum in bfloat16 would stop growing at 256 times one of them."""
+    weight = jnp.ones(2, jnp.bfloat16)
+    update = build_update(lambda w, batch: (jnp.sum(w * batch["weight"].mean().astype(w.dtype)), {}), KEEP_GRADIENTS)
+    state, _ = update(init_state(weight, KEEP_GRADIENTS), *inputs(512))
+    assert state.model.dtype == state.optimizer.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(state.optimizer, np.float32), 512)
+
+
 @pytest.mark.parametrize("microbatches, axes", [(1, {}), (2, {"fsdp": 2, "model": 2})], ids=["", "mesh"])
 def test_the_state_is_donated_whole_and_keeps_its_shardings(microbatches, axes):
     optimizer, mesh = adamw(1e-2, first_moment_dtype=jnp.bfloat16), make_mesh(**axes)

@@ -1,0 +1,54 @@
+"""A plan for people: experiments.plan's dict as lines, or as a row of the README's table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from glm_jax.parallel.planning import GIB
+
+
+def table(found: dict[str, Any]) -> str:
+    """The plan, a subject a line."""
+    memory, seconds = found["memory"], found["roofline_seconds"]
+    lines = [
+        f"{found['preset']} {found['stage']}, {found['global_batch']} x {found['sequence']} tokens, "
+        f"on {found['topology']} of {found['devices']} devices",
+        f"mesh {mesh_text(found)}", *(f"  {line}" for line in found["why"])]
+    if "remat" in found:
+        lines.append(f"computes in bfloat16, master weights float32, first moment {found['first_moment']}, remat {found['remat']}")
+    lines.append("memory a chip")
+    for name, size in memory.items():
+        if name in ("used", "available", "gradients_in_temporaries"):
+            continue
+        lines.append(f"  {name.replace('_', ' '):20}{size / GIB:10.3f} GiB")
+        if name == "temporaries" and "gradients_in_temporaries" in memory:
+            lines[-1] += f"  (gradients among them, as float32: {memory['gradients_in_temporaries'] / GIB:.3f} GiB)"
+    lines += [
+        f"  {'in all':20}{memory['used'] / GIB:10.3f} GiB of {memory['available'] / GIB:.2f} ({memory['used'] / memory['available']:.0%})",
+        "spread over chips: " + ", ".join(f"{name} {one['spread']:.3f}" for name, one in found["shardings"].items()),
+        "a step and chip",
+        f"  {found['flops']:.4g} FLOPs, {found['hbm_bytes']:.4g} B of HBM traffic",
+        "  sent: " + (", ".join(f"{kind} {size:.4g} B" for kind, size in sorted(found["collective_bytes"].items())) or "nothing"),
+        *(f"  counted once, its trips or FLOPs being unknown: {name}" for name in found["uncounted"]),
+        f"  compute {seconds['compute']:.4g} s, HBM {seconds['hbm']:.4g} s, ICI {seconds['ici']:.4g} s",
+        f"roofline step time {found['step_seconds']:.4g} s, bound by {found['bound']}",
+        f"model FLOPs: {found['model_flops_formula']}",
+        f"model FLOP utilisation {found['utilisation']:.1%} = {found['utilisation_formula']}",
+        f"traced in {found['trace_seconds']:.1f} s, compiled in {found['compile_seconds']:.1f} s",
+    ]
+    return "\n".join(lines)
+
+
+def mesh_text(found: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={n}" for name, n in found["mesh"].items()) or "one device"
+
+
+def row(found: dict[str, Any]) -> str:
+    """A row of the README's table: preset and stage, topology, mesh, HBM, step time, utilisation."""
+    memory = found["memory"]
+    cells = (
+        f"`{found['preset']}` {found['stage']}, {found['global_batch']} × {found['sequence']:,}",
+        f"`{found['topology']}`", mesh_text(found),
+        f"{memory['used'] / GIB:.1f} of {memory['available'] / GIB:.1f} GiB", f"{found['step_seconds']:.3g} s ({found['bound']})",
+        f"{found['utilisation']:.1%}")
+    return f"| {' | '.join(cells)} |"
