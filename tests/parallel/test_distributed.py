@@ -2,6 +2,7 @@
 
 import threading
 import time
+import types
 
 import jax
 import numpy as np
@@ -154,7 +155,8 @@ def test_rows_arrive_in_order_on_any_mesh(sizes):
     mesh, rows = make_mesh(**sizes), np.arange(2 * 8 * 3).reshape(2, 8, 3)
     with jax.set_mesh(mesh):
         np.testing.assert_array_equal(feed({"a": rows}, mesh)["a"], rows)
-    parts = [own_rows(rows, Peers(index, 1), 1) for index in range(1)]
+    parts = [own_rows(rows, types.SimpleNamespace(index=index, count=2), 1) for index in range(2)]
+    assert parts[0].shape == (2, 4, 3)
     np.testing.assert_array_equal(np.concatenate(parts, 1), rows)
     assert feed({"a": rows}, None)["a"] is rows
 
