@@ -1,4 +1,4 @@
-"""A plan for people: experiments.plan's dict as lines, or as a row of the README's table."""
+"""A plan for people: experiments.plan's dict as lines."""
 
 from __future__ import annotations
 
@@ -41,14 +41,3 @@ def table(found: dict[str, Any]) -> str:
 
 def mesh_text(found: dict[str, Any]) -> str:
     return ", ".join(f"{name}={n}" for name, n in found["mesh"].items()) or "one device"
-
-
-def row(found: dict[str, Any]) -> str:
-    """A row of the README's table: preset and stage, topology, mesh, HBM, step time, utilisation."""
-    memory = found["memory"]
-    cells = (
-        f"`{found['preset']}` {found['stage']}, {found['global_batch']} × {found['sequence']:,}",
-        f"`{found['topology']}`", mesh_text(found),
-        f"{memory['used'] / GIB:.1f} of {memory['available'] / GIB:.1f} GiB", f"{found['step_seconds']:.3g} s ({found['bound']})",
-        f"{found['utilisation']:.1%}")
-    return f"| {' | '.join(cells)} |"
