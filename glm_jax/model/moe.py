@@ -13,7 +13,7 @@ from glm_jax.model.config import ModelConfig
 from glm_jax.model.dispatch import to_experts
 from glm_jax.model.layers import swiglu
 from glm_jax.model.parameters import weight
-from glm_jax.parallel.axes import island, mesh_axes, spec, sum_over
+from glm_jax.parallel.axes import island, mesh_axes, shared_storage, spec, sum_over
 
 
 @struct.dataclass
@@ -56,13 +56,12 @@ class MoE:
         return y, experts, scores
 
     def _placed(self, tokens: tuple[int, int]) -> tuple[PartitionSpec | None, PartitionSpec | None, tuple[str, ...]]:
-        """How the island takes the experts' matrices, and the mesh axes it gathers them over: those of their storage that tokens [B, T] are
-        split over too. Gathered inside, they have their gradients scattered, not summed whole."""
+        """How the island takes the experts' matrices, and the mesh axes it gathers them over: see shared_storage."""
         if jax.sharding.get_abstract_mesh().empty:
             return None, None, ()
-        experts, embed, _, width = spec(("experts", "embed", "two", "expert_ff"), self.gate_up.shape)
-        split = (*mesh_axes("batch", tokens[0]), *mesh_axes("queries", tokens[1]))
-        stored = tuple(axis for axis in ((embed,) if isinstance(embed, str) else embed or ()) if axis in split)
+        axes = ("experts", "embed", "two", "expert_ff")
+        experts, _, _, width = spec(axes, self.gate_up.shape)
+        stored = shared_storage(axes, self.gate_up.shape, tokens)
         return PartitionSpec(experts, stored or None, None, width), PartitionSpec(experts, width, stored or None), stored
 
 

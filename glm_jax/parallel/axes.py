@@ -81,6 +81,18 @@ def spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | Abstract
     return PartitionSpec(*entries)
 
 
+def shared_storage(axes: Sequence[str | None], shape: Sequence[int], tokens: tuple[int, int]) -> tuple[str, ...]:
+    """Of the mesh axes that a weight with these logical axes is only stored split over, those that tokens [B, T] are split over too.
+
+    Gathered over them inside an island, a weight has its gradient scattered, not summed whole on every device.
+    """
+    if get_abstract_mesh().empty:
+        return ()
+    split = {*mesh_axes("batch", tokens[0]), *mesh_axes("queries", tokens[1])}
+    entries = [entry for axis, entry in zip(axes, spec(axes, shape), strict=True) if axis in STORED and entry is not None]
+    return tuple(name for entry in entries for name in ((entry,) if isinstance(entry, str) else entry) if name in split)
+
+
 def sharding_of(declared: Any, mesh: Mesh) -> NamedSharding:
     """Where a declared weight lives on `mesh`."""
     return NamedSharding(mesh, spec(declared.axes, declared.shape, mesh))

@@ -47,10 +47,10 @@ def assert_same(found, wanted, tolerance=1e-6):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0, atol=tolerance * np.abs(b).max())
 
 
-@pytest.fixture(params=[1, 2, 3], ids=lambda tokens: f"chunks of up to {4 * tokens + 1}")
+@pytest.fixture(params=[1, 2, 3, VOCAB], ids=lambda columns: f"chunks of {columns}")
 def chunks(request, monkeypatch):
-    """Chunks that do not divide the 12 tokens, and one of all."""
-    monkeypatch.setattr(scoring, "SMALLEST", 4 * request.param + 1)
+    """Chunks that divide the 8 columns (and those of a device) or not, and one of all."""
+    monkeypatch.setattr(scoring, "NARROWEST", request.param)
     monkeypatch.setattr(scoring, "LOGITS", 1)
 
 
@@ -116,8 +116,8 @@ def test_large_logits_stay_finite():
 
 
 def test_weights_in_bfloat16_have_their_gradients_summed_in_float32(monkeypatch):
-    """Of 512 chunks with the same gradient, a sum in bfloat16 would stop growing at 256 times one of them."""
-    monkeypatch.setattr(scoring, "SMALLEST", 1)
+    """Of 512 tokens with the same gradient, a sum in bfloat16 would stop growing at 256 times one of them."""
+    monkeypatch.setattr(scoring, "NARROWEST", 1)
     monkeypatch.setattr(scoring, "LOGITS", 1)
     hidden, weights = jnp.ones((1, 512, 1), jnp.bfloat16), jnp.zeros((1, 2), jnp.bfloat16)
     gradient = jax.grad(lambda weights: score(hidden, weights, jnp.zeros((1, 512), jnp.int32))[0].sum())(weights)
