@@ -41,7 +41,7 @@ from glm_jax.parallel.planning import (
 )
 
 SEQUENCE = 8192  # tokens of a row, or slots of a cache, unless told; one row a device
-STATE_SHARE = 0.6  # of HBM that weights, moments and gradients may take before the first moment is stored in bfloat16
+STATE_SHARE = 0.6  # of HBM that weights, moments and gradients may take before the moments are stored in bfloat16
 DOES_NOT_FIT = 1
 
 
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--sequence", type=int, metavar="N", help=f"tokens of a row, or slots of a cache (default: {SEQUENCE})")
     parse.add_argument("--stage", choices=STAGES, default="pretrain", help="default: %(default)s")
     parse.add_argument("--remat", choices=tuple(REMAT), default="layer", help="the model's, for the backward pass (default: %(default)s)")
-    parse.add_argument("--first-moment", choices=("float32", "bfloat16"), help="of AdamW; without, float32 where the state leaves room")
+    parse.add_argument("--moments", choices=("float32", "bfloat16"), help="type of AdamW's two; without, float32 where the state leaves room")
     parse.add_argument("--json", action="store_true", help="one JSON object, in bytes and seconds")
     return parse
 
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         found = plan(
             arguments.preset, arguments.topology, mesh=arguments.mesh, rows=arguments.global_batch, sequence=arguments.sequence,
-            stage=arguments.stage, remat=arguments.remat, first_moment=arguments.first_moment)
+            stage=arguments.stage, remat=arguments.remat, moments=arguments.moments)
     except PlanError as error:
         print(f"error: {error}", file=sys.stderr)
         return DOES_NOT_FIT if isinstance(error, DoesNotFit) else 2
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan(
     preset: str, topology: str, *, mesh: str | None = None, rows: int | None = None, sequence: int | None = None, stage: str = "pretrain",
-    remat: str = "layer", first_moment: str | None = None,
+    remat: str = "layer", moments: str | None = None,
 ) -> dict[str, Any]:
     """The plan as a JSON-able dict, in bytes, seconds and FLOPs. Raises PlanError, of it DoesNotFit with the largest class."""
     config, slice_ = configured(preset), describe(topology)
@@ -94,11 +94,11 @@ def plan(
     else:
         choice = choose_mesh(config, slice_, rows, sequence, stage)
     check_mesh(choice.axes, devices, config, rows, sequence, stage)
-    first_moment = first_moment or _first_moment(config, slice_)
+    moments = moments or _moments(config, slice_)
 
     start = time.perf_counter()
     program = build(
-        config, stage, plan_mesh(slice_, choice.axes), rows, sequence, remat=remat, first_moment=first_moment)
+        config, stage, plan_mesh(slice_, choice.axes), rows, sequence, remat=remat, moments=moments)
     traced = time.perf_counter()
     compiled = _compile(program, slice_)
     seconds = time.perf_counter() - traced
@@ -109,7 +109,7 @@ def plan(
         "shardings": _shardings(program, devices),
     }
     if stage != "decode":
-        found |= {"remat": remat, "first_moment": first_moment, "compute": "bfloat16", "master_weights": "float32"}
+        found |= {"remat": remat, "moments": moments, "compute": "bfloat16", "master_weights": "float32"}
     return found | _roofline(account(compiled.as_text(), devices), slice_, choice, model_flops(config, stage, rows, sequence))
 
 
@@ -124,7 +124,7 @@ def configured(preset: str) -> ModelConfig:
         raise PlanError(f"preset {preset!r}: {error}") from error
 
 
-def _first_moment(config: ModelConfig, slice_: Topology) -> str:
+def _moments(config: ModelConfig, slice_: Topology) -> str:
     """float32, unless weights, two moments and gradients of it would fill STATE_SHARE of HBM."""
     return "float32" if 16 * config.parameter_count() / len(slice_.devices) <= STATE_SHARE * slice_.chip.hbm_bytes else "bfloat16"
 

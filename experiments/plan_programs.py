@@ -35,14 +35,14 @@ class Program:
 
 
 def build(
-    config: ModelConfig, stage: str, mesh: Mesh, rows: int, sequence: int, *, remat: str = "layer", first_moment: str = "float32"
+    config: ModelConfig, stage: str, mesh: Mesh, rows: int, sequence: int, *, remat: str = "layer", moments: str = "float32"
 ) -> Program:
     """Traces and lowers one step of `stage`: rows x sequence tokens, for decoding rows with caches of `sequence` slots."""
     with jax.set_mesh(mesh):
         if stage == "decode":
             with use_rules(DECODE_RULES):
                 return _decode(config, mesh, rows, sequence)
-        return _update(config, stage, mesh, rows, sequence, remat, first_moment)
+        return _update(config, stage, mesh, rows, sequence, remat, moments)
 
 
 def placed(tree: Any, mesh: Mesh) -> Any:
@@ -58,7 +58,7 @@ def abstract_model(config: ModelConfig, mesh: Mesh, dtype: Any) -> Transformer:
         lambda d: jax.ShapeDtypeStruct(d.shape, kind(d), sharding=sharding_of(d, mesh)), Transformer.declare_tree(config))
 
 
-def _update(config: ModelConfig, stage: str, mesh: Mesh, rows: int, sequence: int, remat: str, first_moment: str) -> Program:
+def _update(config: ModelConfig, stage: str, mesh: Mesh, rows: int, sequence: int, remat: str, moments: str) -> Program:
     model, computing = abstract_model(config, mesh, jnp.float32), {"remat": remat, "dtype": jnp.bfloat16}
     scalar = lambda dtype=jnp.float32, shape=(): jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
     types = {"tokens": jnp.int32, "segment_ids": jnp.int32, "loss_mask": jnp.float32}
@@ -78,7 +78,7 @@ def _update(config: ModelConfig, stage: str, mesh: Mesh, rows: int, sequence: in
     shape = (1, rows, sequence)
     split = NamedSharding(mesh, spec((None, "batch", None), shape, mesh))
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=split) for name, dtype in types.items()}
-    optimizer = adamw(1e-4, frozen=frozen, first_moment_dtype=jnp.dtype(first_moment))
+    optimizer = adamw(1e-4, frozen=frozen, moments_dtype=jnp.dtype(moments))
     state = TrainState(step=scalar(jnp.int32), model=model, optimizer=placed(jax.eval_shape(optimizer.init, model), mesh))
     one = {name: jax.ShapeDtypeStruct(shape[1:], s.dtype, sharding=NamedSharding(mesh, spec(("batch", None), shape[1:], mesh)))
            for name, s in batch.items()}

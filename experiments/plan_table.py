@@ -15,7 +15,7 @@ def table(found: dict[str, Any]) -> str:
         f"on {found['topology']} of {found['devices']} devices",
         f"mesh {mesh_text(found)}", *(f"  {line}" for line in found["why"])]
     if "remat" in found:
-        lines.append(f"computes in bfloat16, master weights float32, first moment {found['first_moment']}, remat {found['remat']}")
+        lines.append(f"computes in bfloat16, master weights float32, moments {found['moments']}, remat {found['remat']}")
     lines.append("memory a chip")
     for name, size in memory.items():
         if name in ("used", "available", "gradients_in_temporaries"):

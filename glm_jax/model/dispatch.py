@@ -10,7 +10,7 @@ from pallas_kernels.dispatch import varying_alike
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 
 # Rows of expert inputs that one pass may lay out, were every choice in it one of this device's experts. More tokens take more passes.
-PASS_ROWS = 2**16
+PASS_ROWS = 2**15
 
 
 def to_experts(

@@ -117,7 +117,7 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32():
 
 @pytest.mark.parametrize("microbatches, axes", [(1, {}), (2, {"fsdp": 2, "model": 2})], ids=["", "mesh"])
 def test_the_state_is_donated_whole_and_keeps_its_shardings(microbatches, axes):
-    optimizer, mesh = adamw(1e-2, first_moment_dtype=jnp.bfloat16), make_mesh(**axes)
+    optimizer, mesh = adamw(1e-2, moments_dtype=jnp.bfloat16), make_mesh(**axes)
     with jax.set_mesh(mesh):
         split = jax.tree.map(
             lambda declared, w: jax.device_put(w, sharding_of(declared, mesh)), Transformer.declare_tree(PLAIN), random_model(PLAIN))
@@ -130,9 +130,9 @@ def test_the_state_is_donated_whole_and_keeps_its_shardings(microbatches, axes):
     for (path, leaf), before in zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(given), strict=True):
         assert leaf.sharding.is_equivalent_to(before, leaf.ndim), path_name(path)
     moments = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(after.optimizer)}
-    for kind, dtype in (("mu", jnp.bfloat16), ("nu", jnp.float32)):
+    for kind in ("mu", "nu"):
         (embedding,) = (leaf for name, leaf in moments.items() if name.endswith(f"{kind}/embedding"))
-        assert embedding.dtype == dtype and embedding.sharding.is_equivalent_to(after.model.embedding.sharding, 2)
+        assert embedding.dtype == jnp.bfloat16 and embedding.sharding.is_equivalent_to(after.model.embedding.sharding, 2)
 
 
 def shapes(rows, length):
@@ -188,3 +188,14 @@ def test_supervised_inputs_are_one_microbatch():
 def test_a_batch_that_trains_nothing_is_refused():
     with pytest.raises(ValueError, match=r"no token of the batch \(1, 10\) has loss mask 1"):
         supervised_inputs(packed((A[0], 0 * A[1]), rows=1))
+
+
+def test_moments_in_bfloat16_are_computed_with_in_float32():
+    """One update from no moments is that of AdamW with float32 moments exactly; the moments kept are its rounded ones."""
+    gradients, weights = jnp.float32([0.3, -1e-3, 7.0]), jnp.ones(3)
+    found, wanted = ((rule.update(gradients, rule.init(weights), weights)) for rule in (adamw(1e-2, moments_dtype=jnp.bfloat16), adamw(1e-2)))
+    np.testing.assert_array_equal(found[0], wanted[0])
+    for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True):
+        np.testing.assert_array_equal(a, b.astype(a.dtype))
+    kinds = {leaf.dtype for leaf in jax.tree.leaves(found[1]) if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    assert kinds == {jnp.dtype(jnp.bfloat16)}
