@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import json
 import pathlib
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,20 +13,17 @@ from collections.abc import Callable, Mapping
 import jax
 import numpy as np
 import optax
-import rich.console
 
 from experiments import config as configs
-from experiments import report as report_page
 from experiments.progress import Progress
 from experiments.summary import summarise
-from glm_jax.config import ConfigError, ExperimentConfig
+from glm_jax.config import ExperimentConfig
 from glm_jax.data.chat import ChatTemplate
 from glm_jax.data.pipelines import packed_batches
 from glm_jax.environments.demonstrations import Demonstrations, demonstration_source
 from glm_jax.metrics import MetricsWriter, ratio
 from glm_jax.model import Transformer, init_model
-from glm_jax.parallel import make_mesh
-from glm_jax.parallel.distributed import ALONE, Peers, check_mesh, feed, on_mesh, own_rows
+from glm_jax.parallel.distributed import ALONE, Peers, feed, own_rows
 from glm_jax.rl import hosts
 from glm_jax.rl.evaluation import Interrupted, demonstrator_success, evaluate, evaluation_tasks
 from glm_jax.rl.learner import Batch, build_rl_update
@@ -42,64 +37,8 @@ from glm_jax.training.optimizers import adamw
 from glm_jax.training.step import TrainState, build_update, init_state, supervised_inputs
 
 PHASES = ("sft", "evaluate_sft", "rl", "evaluate_rl", "control", "evaluate_control", "done")
-EXIT_STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 REPORT_EVERY = 20  # supervised steps between metrics lines: each line waits for the device
 SAMPLES_PER_REPORT = 2  # trajectories kept for the report, an update
-
-
-def run(config: ExperimentConfig, directory: pathlib.Path, *, resume: bool, peers: Peers = ALONE) -> int:
-    """Runs or resumes; the exit status: 0, or 128 + the signal that stopped it, in which case a checkpoint was left.
-
-    Of several processes each calls this with the same directory, which all see; process 0 alone writes to it, and to the terminal. A signal
-    that one of them gets stops all.
-    """
-    stop, received = threading.Event(), []
-
-    def on_signal(number, _):
-        if stop.is_set():  # the second time the person means it
-            signal.default_int_handler(number, None)
-        received.append(number)
-        stop.set()
-        peers.stop(number)
-
-    previous = {number: signal.signal(number, on_signal) for number in EXIT_STATUS}
-    peers.on_news(stop.set)
-    tracer = Tracer(directory / "trace.json")
-    try:
-        mesh = mesh_of(config, peers)
-        with contextlib.ExitStack() as stack:
-            progress = stack.enter_context(Progress(console=None if peers.first else rich.console.Console(file=io.StringIO())))
-            metrics = stack.enter_context(MetricsWriter(directory)) if peers.first else None
-            saved = stack.enter_context(Checkpoints(directory / "checkpoints", config.checkpoint.keep, peers))
-            stack.enter_context(on_mesh(mesh))
-            pipeline = Pipeline(config, directory, progress, metrics, saved, tracer, stop, mesh, peers)
-            try:
-                pipeline.run(resume)
-            except Interrupted:
-                pipeline.save()
-                progress.log(f"stopped; go on with: python -m experiments.run --resume {directory}")
-                return EXIT_STATUS[received[0] if received else peers.stopped]
-        return 0
-    except BaseException as error:
-        peers.fail(f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        if peers.first:
-            tracer.save()
-            report_page.build(directory)
-            print(f"report: {directory / 'report.html'}", flush=True)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def mesh_of(config: ExperimentConfig, peers: Peers) -> jax.sharding.Mesh | None:
-    """The mesh that the config asks for. ConfigError when there are not as many devices."""
-    try:
-        mesh = make_mesh(**config.mesh.sizes) if config.mesh.devices > 1 else None
-        check_mesh(mesh, peers)
-    except ValueError as error:
-        raise ConfigError(f"mesh: {error}") from error
-    return mesh
 
 
 class Pipeline:
@@ -342,22 +281,3 @@ def supervised_line(sums: Mapping[str, np.ndarray]) -> dict[str, float]:
     for k, tokens in enumerate(sums.get("mtp_tokens", ()), 1):
         line |= {f"mtp_{k}/loss": ratio(sums["mtp_nll"][k - 1], tokens), f"mtp_{k}/accuracy": ratio(sums["mtp_correct"][k - 1], tokens)}
     return line
-
-
-def describe(config: ExperimentConfig) -> None:
-    """Prints what a run would build, without allocating a model."""
-    model_config = configs.model_config(config)
-    rows, sft, rl = config.rows, config.sft, config.rl
-    print(f"model        {config.model.preset}: {model_config.parameter_count():,} parameters, vocabulary {model_config.vocab_size}")
-    if config.mesh.devices > 1:
-        sizes = ", ".join(f"{name}={size}" for name, size in config.mesh.sizes.items() if size > 1)
-        print(f"mesh         {sizes}: {config.mesh.devices} devices")
-    print(f"environments {', '.join(config.environments)}")
-    print(f"sft          {sft.steps} steps of {sft.rows} x {rows.row_length} tokens ({sft.dense_steps} with dense attention), "
-          f"{sft.demonstrations} demonstrations an environment, {sft.fault_rate:.0%} of them faulty")
-    limit = (rl.max_staleness + 1) * rl.publish_every * rl.batch_rollouts
-    print(f"rl           {rl.mode}: {rl.updates} updates of {rl.batch_rollouts} rollouts in groups of {rl.group_size}; "
-          f"at most {limit} rollouts unpublished, staleness at most {rl.max_staleness}")
-    cache = config.engine.slots * config.engine.max_length * model_config.cache_width * 4
-    print(f"engine       {config.engine.slots} slots of {config.engine.max_length} tokens: {cache / 2**20:.1f} MiB of cache")
-    print(f"evaluation   {config.evaluation.tasks} {config.evaluation.split} tasks an environment; control: {config.control}")

@@ -58,7 +58,8 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--sequence", type=int, metavar="N", help=f"tokens of a row, or slots of a cache (default: {SEQUENCE})")
     parse.add_argument("--stage", choices=STAGES, default="pretrain", help="default: %(default)s")
     parse.add_argument("--remat", choices=tuple(REMAT), default="layer", help="the model's, for the backward pass (default: %(default)s)")
-    parse.add_argument("--moments", choices=("float32", "bfloat16"), help="type of AdamW's two; without, float32 where the state leaves room")
+    parse.add_argument(
+        "--moments", choices=("float32", "bfloat16"), help="type of AdamW's two (default: float32 where the state leaves room)")
     parse.add_argument("--json", action="store_true", help="one JSON object, in bytes and seconds")
     return parse
 

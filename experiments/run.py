@@ -77,10 +77,10 @@ def _main(parse: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 
     if arguments.dry_run:
-        from experiments import pipeline
+        from experiments.describe import describe
 
         configs.model_config(config)
-        pipeline.describe(config)
+        describe(config)
         return 0
     # Before anything imports JAX: a process that runs JAX's threads is slow and unsafe to start others from.
     from glm_jax.environments import start_default_sandbox
@@ -103,18 +103,18 @@ def _main(parse: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 def start_run(arguments: argparse.Namespace, config: ExperimentConfig, peers: Peers) -> int:
     """In every process: what can be refused is, process 0 makes the run directory, and the pipeline begins."""
-    from experiments import pipeline
+    from experiments import lifecycle
 
     configs.model_config(config)
     config.share(peers.count)
     if peers.count > 1 or config.mesh.devices > 1:
-        pipeline.mesh_of(config, peers)
+        lifecycle.mesh_of(config, peers)
     directory = None
     if peers.first:
         directory = pathlib.Path(arguments.resume) if arguments.resume else new_run_directory(config)
         record_start(config, directory, arguments.overrides)
     directory = pathlib.Path(peers.gather("run directory", directory and str(directory.absolute() if peers.count > 1 else directory))[0])
-    status = pipeline.run(config, directory, resume=bool(arguments.resume), peers=peers)
+    status = lifecycle.run(config, directory, resume=bool(arguments.resume), peers=peers)
     peers.close()
     return status
 

@@ -9,10 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from glm_jax.model.config import ModelConfig
+from typing import Any, Literal
 
 
 class ConfigError(ValueError):
@@ -278,32 +275,6 @@ class ExperimentConfig:
             self, mesh=MeshSection(), sft=dataclasses.replace(self.sft, rows=self.sft.rows // processes),
             rows=dataclasses.replace(self.rows, microbatch_rows=self.rows.microbatch_rows // processes),
             rl=dataclasses.replace(self.rl, batch_rollouts=self.rl.batch_rollouts // processes))
-
-
-def check_model(config: ExperimentConfig, model_config: ModelConfig) -> None:
-    """Refuse what this model cannot do. Apart from the rest because reading a preset loads JAX.
-
-    Raises: ConfigError.
-    """
-    replay, preset = config.rl.replay, config.model.preset
-    require(replay == "none" or model_config.moe_layers > 0, "rl.replay", replay, f"model.preset={preset} has no experts: rl.replay=none")
-    indexed = model_config.indexer is not None
-    require(replay != "all" or indexed, "rl.replay", replay, f"model.preset={preset} has no indexer: rl.replay=none or experts")
-    for name in ("balance_loss", "bias_rate"):
-        value = getattr(config.sft, name)
-        require(value == 0 or model_config.moe_layers > 0, f"sft.{name}", value, f"model.preset={preset} has no experts: sft.{name}=0")
-    steps, remedy = config.sft.mtp_steps, "has no MTP module: sft.mtp_loss=0 and sft.mtp_steps=0, or model.overrides.mtp.layers=1"
-    require(steps == 0 or model_config.mtp is not None, "sft.mtp_steps", steps, f"model.preset={preset} {remedy}")
-    from glm_jax.model.layer import REMAT
-
-    require(config.model.remat in REMAT, "model.remat", config.model.remat, f"one of {', '.join(REMAT)}")
-    if (expert := config.mesh.expert) > 1:
-        experts = model_config.moe.experts if model_config.moe_layers else 0
-        remedy = f"must divide the {experts} experts of model.preset={preset}"
-        require(experts > 0 and experts % expert == 0, "mesh.expert", expert, remedy)
-    if (model := config.mesh.model) > 1:
-        heads = model_config.heads
-        require(heads % model == 0, "mesh.model", model, f"must divide the {heads} heads of model.preset={preset}")
 
 
 def _flat(overrides: dict[str, Any], prefix: str = "") -> dict[str, Any]:

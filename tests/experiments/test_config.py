@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments import config as configs
-from glm_jax.config import ConfigError, ExperimentConfig, RLConfig, check_model
+from glm_jax.config import ConfigError, ExperimentConfig, RLConfig
 
 
 @pytest.fixture
@@ -148,10 +148,10 @@ def test_replay_needs_what_it_replays(base):
 
     config = configs.override(base, ["rl.replay=experts"])
     with pytest.raises(ConfigError, match=r"rl\.replay=experts"):
-        check_model(config, Dense())
-    check_model(config, Dense(moe_layers=1))
+        configs.check_model(config, Dense())
+    configs.check_model(config, Dense(moe_layers=1))
     with pytest.raises(ConfigError, match="no indexer"):
-        check_model(configs.override(base, ["rl.replay=all"]), Dense(moe_layers=1))
+        configs.check_model(configs.override(base, ["rl.replay=all"]), Dense(moe_layers=1))
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def test_losses_need_the_part_that_they_train(base, key, value, lacks):
 
     config = dataclasses.replace(base, sft=dataclasses.replace(base.sft, **{key: value}, mtp_loss=0.3 if key == "mtp_steps" else 0))
     with pytest.raises(ConfigError, match=rf"^sft\.{key}={value}: .*has no {lacks}"):
-        check_model(config, Dense())
-    check_model(config, Dense(moe_layers=1, mtp=object()))
+        configs.check_model(config, Dense())
+    configs.check_model(config, Dense(moe_layers=1, mtp=object()))
 
 
 def test_a_preset_without_mtp_gets_it_by_an_override(base):

@@ -10,16 +10,15 @@ from experiments import run
 
 
 @pytest.fixture
-def pipeline(monkeypatch):
-    """A pipeline and a sandbox that only note what they were asked."""
+def started(monkeypatch):
+    """A lifecycle and a sandbox that only note what they were asked."""
     import glm_jax.environments
 
     calls = []
-    fake = types.ModuleType("experiments.pipeline")
+    fake = types.ModuleType("experiments.lifecycle")
     fake.run = lambda config, directory, *, resume, peers: calls.append((config, directory, resume)) or 0
-    fake.describe = lambda config: calls.append((config, None, None))
-    monkeypatch.setitem(sys.modules, "experiments.pipeline", fake)
-    monkeypatch.setattr("experiments.pipeline", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "experiments.lifecycle", fake)
+    monkeypatch.setattr("experiments.lifecycle", fake, raising=False)
     monkeypatch.setattr(glm_jax.environments, "start_default_sandbox", lambda: None)
     return calls
 
@@ -55,29 +54,29 @@ def test_mistakes_are_one_line_and_exit_2(argv, message, capsys):
     assert "Traceback" not in error
 
 
-def test_a_run_gets_a_directory_with_its_config_and_environment(pipeline, tmp_path):
+def test_a_run_gets_a_directory_with_its_config_and_environment(started, tmp_path):
     argv = ["quickstart", f"output={tmp_path}", "seed=7"]
     assert run.main(argv) == run.main(argv) == 0
-    (config, directory, resume), (_, second, _) = pipeline
+    (config, directory, resume), (_, second, _) = started
     assert directory.parent == second.parent == tmp_path / "quickstart" and directory != second
     assert not resume and configs.reload(directory / "config.yaml") == config and config.seed == 7
     (start,) = json.loads((directory / "environment.json").read_text())["starts"]
     assert start["overrides"] == argv[1:] and "jax" in start["packages"] and "git" in start
 
 
-def test_resume_uses_the_saved_config_and_records_the_start(pipeline, tmp_path):
+def test_resume_uses_the_saved_config_and_records_the_start(started, tmp_path):
     run.main(["quickstart", f"output={tmp_path}", "seed=7"])
-    directory = pipeline[0][1]
+    directory = started[0][1]
     assert run.main(["--resume", str(directory), "rl.updates=5"]) == 0
-    config, resumed, resume = pipeline[1]
+    config, resumed, resume = started[1]
     assert (resumed, resume, config.seed, config.rl.updates) == (directory, True, 7, 5)
     assert len(json.loads((directory / "environment.json").read_text())["starts"]) == 2
     assert run.main(["other", "--resume", str(directory)]) == 2
 
 
-def test_dry_run_describes_and_writes_nothing(pipeline, tmp_path):
+def test_dry_run_describes_and_writes_nothing(started, tmp_path, capsys):
     assert run.main(["quickstart", "--dry-run", f"output={tmp_path}"]) == 0
-    assert len(pipeline) == 1 and not list(tmp_path.iterdir())
+    assert "240,296 parameters" in capsys.readouterr().out and not started and not list(tmp_path.iterdir())
 
 
 def test_program_prints_the_config_of_every_setting_of_a_sweep():

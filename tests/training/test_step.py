@@ -193,7 +193,8 @@ def test_a_batch_that_trains_nothing_is_refused():
 def test_moments_in_bfloat16_are_computed_with_in_float32():
     """One update from no moments is that of AdamW with float32 moments exactly; the moments kept are its rounded ones."""
     gradients, weights = jnp.float32([0.3, -1e-3, 7.0]), jnp.ones(3)
-    found, wanted = ((rule.update(gradients, rule.init(weights), weights)) for rule in (adamw(1e-2, moments_dtype=jnp.bfloat16), adamw(1e-2)))
+    rules = adamw(1e-2, moments_dtype=jnp.bfloat16), adamw(1e-2)
+    found, wanted = (rule.update(gradients, rule.init(weights), weights) for rule in rules)
     np.testing.assert_array_equal(found[0], wanted[0])
     for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True):
         np.testing.assert_array_equal(a, b.astype(a.dtype))
