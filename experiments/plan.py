@@ -148,12 +148,12 @@ def _compile(program: Program, slice_: Topology) -> Any:
         largest = max(held, key=held.get)
         raise DoesNotFit(
             f"the step needs {total / GIB:.2f} GiB of {hbm / GIB:.2f} GiB of HBM a chip, {(total - hbm) / GIB:.2f} GiB too much; "
-            f"the largest class is {largest} with {held[largest] / GIB:.2f} GiB") from error
+            f"the largest class is {largest.replace('_', ' ')} with {held[largest] / GIB:.2f} GiB") from error
 
 
 def _memory(program: Program, stats: Any, slice_: Topology) -> dict[str, float]:
     """Bytes a chip. `padding` is that of the arguments' tiles; gradients are among the temporaries."""
-    memory = {name.replace(" ", "_"): bytes_per_chip(tree) for name, tree in program.held.items()}
+    memory = {name: bytes_per_chip(tree) for name, tree in program.held.items()}
     memory["padding"] = max(stats.argument_size_in_bytes - sum(memory.values()), 0)
     memory |= {
         "temporaries": stats.temp_size_in_bytes, "output_not_aliased": stats.output_size_in_bytes - stats.alias_size_in_bytes,

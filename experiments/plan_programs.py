@@ -86,7 +86,7 @@ def _update(config: ModelConfig, stage: str, mesh: Mesh, rows: int, sequence: in
     lowered = build_update(objective, optimizer, bias_rate).lower(state, batch, shared, scalar(jnp.int32))
     moments = jax.tree_util.tree_flatten_with_path(state.optimizer)[0]
     of = lambda name: [leaf for path, leaf in moments if f"/{name}/" in f"/{path_name(path)}/"]
-    held = {"parameters": model, "first moments": of("mu"), "second moments": of("nu"), "batch": batch}
+    held = {"parameters": model, "first_moments": of("mu"), "second_moments": of("nu"), "batch": batch}
     return Program(lowered, held, placed(gradients, mesh))
 
 

@@ -25,7 +25,7 @@ def table(found: dict[str, Any]) -> str:
             lines[-1] += f"  (gradients among them, as float32: {memory['gradients_in_temporaries'] / GIB:.3f} GiB)"
     lines += [
         f"  {'in all':20}{memory['used'] / GIB:10.3f} GiB of {memory['available'] / GIB:.2f} ({memory['used'] / memory['available']:.0%})",
-        "spread over chips: " + ", ".join(f"{name} {one['spread']:.3f}" for name, one in found["shardings"].items()),
+        "spread over chips: " + ", ".join(f"{name.replace('_', ' ')} {one['spread']:.3f}" for name, one in found["shardings"].items()),
         "a step and chip",
         f"  {found['flops']:.4g} FLOPs, {found['hbm_bytes']:.4g} B of HBM traffic",
         "  sent: " + (", ".join(f"{kind} {size:.4g} B" for kind, size in sorted(found["collective_bytes"].items())) or "nothing"),
