@@ -48,6 +48,11 @@ def either(x, layers, twice):
     return lax.scan(step, x, (layers, twice))[0]
 
 
+def scattered(x, places, rows):
+    """In each of 7 trips 8 rows of 65536, where they are."""
+    return lax.scan(lambda x, place: (x.at[place].add(rows), None), x, places)[0]
+
+
 def doubled(x):
     return x * 2
 
@@ -58,6 +63,7 @@ PROGRAMS = {
     until_data_says: (array((64, 256)), array((256, 256)), array((), dtype=jnp.int32)),
     expected: (array((64, 256)), array((256, 256)), array((), dtype=jnp.int32)),
     either: (array((64, 256)), array((8, 256, 256)), array((8,), dtype=jnp.bool_)),
+    scattered: (array((65536, 512), dtype=jnp.float32), array((7, 8), dtype=jnp.int32), array((8, 512), dtype=jnp.float32)),
     doubled: (array((4096, 65536), dtype=jnp.float32),),
 }
 

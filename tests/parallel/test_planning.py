@@ -45,6 +45,12 @@ def test_elementwise_work_reads_and_writes_once(counted):
     assert counted["doubled"]["hbm_bytes"] == 2 * 4 * 4096 * 65536 and counted["doubled"]["flops"] == 0
 
 
+def test_rows_written_where_they_are_count_alone(counted):
+    """The array is copied once, before the loop, as it is not donated; a trip reads and writes its rows."""
+    copied, rows = 2 * 4 * 65536 * 512, 7 * 4 * 8 * 512
+    assert copied + rows < counted["scattered"]["hbm_bytes"] < copied + 10 * rows
+
+
 def test_split_layers_are_gathered_twice_and_their_gradients_scattered(counted):
     found, layer = counted["gathered"], 4096 * 4096 * 2
     rows = 4096 // 4

@@ -197,6 +197,8 @@ class _Reader:
                 part = user.shapes[0].bytes
             elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
                 part = 0.0
+            elif user.opcode == "scatter" and user.operands[0] == name:
+                part = computation.instructions[user.operands[-1]].shapes[0].bytes
             elif user.opcode == "fusion":
                 inner = self.module.computations[user.called[0]]
                 parameters = {int(i.text): i.name for i in inner.instructions.values() if i.opcode == "parameter"}
@@ -210,7 +212,7 @@ class _Reader:
         return total
 
     def _written(self, computation: Computation, name: str, shapes: tuple[Shape, ...]) -> float:
-        """Bytes of a fusion's result: of one that is an updated operand, the update."""
+        """Bytes of a fusion's result: of an operand that is updated where it is, the update."""
         instruction = computation.instructions[name]
         if instruction.opcode == "tuple" and len(instruction.operands) == len(shapes):
             return sum(self._written(computation, part, (shape,)) for part, shape in zip(instruction.operands, shapes, strict=True))
@@ -218,7 +220,16 @@ class _Reader:
             return self._written(computation, instruction.operands[0], shapes)
         if instruction.opcode == "dynamic-update-slice" and all(s.hbm for s in shapes):
             return computation.instructions[instruction.operands[1]].shapes[0].bytes
+        if instruction.opcode == "scatter" and len(shapes) == 1 and self._is_operand(computation, instruction.operands[0]):
+            return computation.instructions[instruction.operands[-1]].shapes[0].bytes
         return sum(s.bytes for s in shapes if s.hbm)
+
+    def _is_operand(self, computation: Computation, name: str) -> bool:
+        """Whether it is one of a fusion's operands, or another view of one."""
+        instruction = computation.instructions[name]
+        while instruction.opcode == "bitcast":
+            instruction = computation.instructions[instruction.operands[0]]
+        return instruction.opcode == "parameter"
 
 
 def _operands(instruction: Instruction, computation: Computation) -> list[Shape]:
