@@ -168,8 +168,8 @@ def check_model(config: ExperimentConfig, model_config: ModelConfig) -> None:
         remedy = f"must divide the {experts} experts of model.preset={preset}"
         require(experts > 0 and experts % expert == 0, "mesh.expert", expert, remedy)
     if (model := config.mesh.model) > 1:
-        heads = model_config.heads
-        require(heads % model == 0, "mesh.model", model, f"must divide the {heads} heads of model.preset={preset}")
+        kind, heads = ("", model_config.heads) if model_config.gqa is None else ("key ", model_config.gqa.kv_heads)
+        require(heads % model == 0, "mesh.model", model, f"must divide the {heads} {kind}heads of model.preset={preset}")
 
 
 

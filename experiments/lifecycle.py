@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import io
+import os
 import pathlib
 import signal
 import threading
@@ -17,7 +17,7 @@ from experiments.progress import Progress
 from glm_jax.config import ConfigError, ExperimentConfig
 from glm_jax.metrics import MetricsWriter
 from glm_jax.parallel import make_mesh
-from glm_jax.parallel.distributed import ALONE, Peers, check_mesh, on_mesh
+from glm_jax.parallel.distributed import ALONE, Peers, check_devices, on_mesh
 from glm_jax.rl.evaluation import Interrupted
 from glm_jax.tracing import Tracer
 from glm_jax.training.checkpoints import Checkpoints
@@ -46,7 +46,8 @@ def run(config: ExperimentConfig, directory: pathlib.Path, *, resume: bool, peer
     try:
         mesh = mesh_of(config, peers)
         with contextlib.ExitStack() as stack:
-            progress = stack.enter_context(Progress(console=None if peers.first else rich.console.Console(file=io.StringIO())))
+            quiet = None if peers.first else rich.console.Console(file=stack.enter_context(open(os.devnull, "w")))
+            progress = stack.enter_context(Progress(console=quiet))
             metrics = stack.enter_context(MetricsWriter(directory)) if peers.first else None
             saved = stack.enter_context(Checkpoints(directory / "checkpoints", config.checkpoint.keep, peers))
             stack.enter_context(on_mesh(mesh))
@@ -56,11 +57,11 @@ def run(config: ExperimentConfig, directory: pathlib.Path, *, resume: bool, peer
             except Interrupted:
                 pipeline.save()
                 progress.log(f"stopped; go on with: python -m experiments.run --resume {directory}")
-                return EXIT_STATUS[received[0] if received else peers.stopped]
+                return EXIT_STATUS[received[0] if received else peers.stopped_by()]
+            except BaseException as error:  # told before anything is closed: closing may wait for the others
+                peers.fail(f"{type(error).__name__}: {error}")
+                raise
         return 0
-    except BaseException as error:
-        peers.fail(f"{type(error).__name__}: {error}")
-        raise
     finally:
         if peers.first:
             tracer.save()
@@ -74,7 +75,7 @@ def mesh_of(config: ExperimentConfig, peers: Peers) -> jax.sharding.Mesh | None:
     """The mesh that the config asks for. ConfigError when there are not as many devices."""
     try:
         mesh = make_mesh(**config.mesh.sizes) if config.mesh.devices > 1 else None
-        check_mesh(mesh, peers)
+        check_devices(mesh, peers)
     except ValueError as error:
         raise ConfigError(f"mesh: {error}") from error
     return mesh

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
+import os
 import pathlib
 import threading
 import time
@@ -152,6 +152,7 @@ class Pipeline:
         if "batches" in self.document:
             batches.set_state(self.document["batches"])
         began = marked = time.perf_counter()
+        counted = self.document[key]
         while self._go_on(phase, more(self.document[key], time.perf_counter() - began)):
             dense = phase == "sft" and self.document[key] < config.dense_steps
             arrays, shared, microbatches = supervised_inputs(next(batches), config.mtp_steps)
@@ -162,10 +163,10 @@ class Pipeline:
                 if self.document[key] % REPORT_EVERY == 0:
                     sums = jax.device_get(sums)
             if self.document[key] % REPORT_EVERY == 0:
-                elapsed = time.perf_counter() - marked
-                marked = time.perf_counter()
+                elapsed, steps = time.perf_counter() - marked, self.document[key] - counted
+                marked, counted = time.perf_counter(), self.document[key]
                 line = supervised_line(sums) | {
-                    "tokens_per_second": REPORT_EVERY * config.rows * self.config.rows.row_length / elapsed,
+                    "tokens_per_second": steps * config.rows * self.config.rows.row_length / elapsed,
                     "dense_attention": float(dense)}
                 self._write(self.document[key], phase, line)
                 self.progress.update(self.document[key], line)
@@ -186,6 +187,7 @@ class Pipeline:
         restored = None
         if "rl" in self.document:
             restored = hosts.share(hosts.unpack(self.payloads), self.peers.index, self.peers.count)
+            self.payloads = hosts.own(self.payloads, self.peers.index, self.peers.count)
         else:
             self.rl_state = self._state(self.sft_state.model, self.rl_optimizer)
             self.document["rl_seconds"] = 0.0
@@ -200,12 +202,12 @@ class Pipeline:
 
         samples = self.directory / "trajectories" / "rl.jsonl"
         samples.parent.mkdir(exist_ok=True)
-        with samples.open("a") if self.peers.first else io.StringIO() as file:
+        with open(samples if self.peers.first else os.devnull, "a") as file:
 
             def report(updates: int, metrics: Mapping[str, float], batch: Batch) -> None:
                 self._write(updates, "rl", metrics)
                 self.progress.update(updates, metrics)
-                for trajectory in batch.trajectories[:: max(1, len(batch.trajectories) // SAMPLES_PER_REPORT)]:
+                for trajectory in batch.trajectories[:: -(-len(batch.trajectories) // SAMPLES_PER_REPORT)]:
                     file.write(json.dumps(sample_record(trajectory, self.tokenizer.decode)) + "\n")
 
             loop = RLLoop(
@@ -214,6 +216,7 @@ class Pipeline:
                 stop_requested=self.stop, report=report, checkpoint=checkpoint, restored=restored, mesh=self.mesh, peers=self.peers)
             self.rl_state = loop.run()
         self._check_stop()
+        self.payloads = {}
 
     # -- evaluation ------------------------------------------------------------------------------------------------------------------------
 

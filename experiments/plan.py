@@ -95,7 +95,7 @@ def plan(
     else:
         choice = choose_mesh(config, slice_, rows, sequence, stage)
     check_mesh(choice.axes, devices, config, rows, sequence, stage)
-    moments = moments or _moments(config, slice_)
+    moments = moments or _moments(config, slice_, devices // choice.axes.get("data", 1))
 
     start = time.perf_counter()
     program = build(
@@ -117,17 +117,24 @@ def plan(
 def configured(preset: str) -> ModelConfig:
     """The preset `NAME` or `NAME,field=value,part__field=value`."""
     name, *changes = preset.split(",")
+    pairs = {}
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not (key and equals and text):
+            raise PlanError(f"preset {preset!r}: {change!r} is not FIELD=VALUE")
+        try:
+            pairs[key] = json.loads(text)
+        except ValueError:
+            pairs[key] = text
     try:
-        pairs = dict(change.split("=", 1) for change in changes)
-        return get_preset(name, **{key: json.loads(value) if re.fullmatch(r"[\d.e+\-]+|null|true|false", value) else value
-                                   for key, value in pairs.items()})
-    except ValueError as error:
+        return get_preset(name, **pairs)
+    except (TypeError, ValueError) as error:
         raise PlanError(f"preset {preset!r}: {error}") from error
 
 
-def _moments(config: ModelConfig, slice_: Topology) -> str:
-    """float32, unless weights, two moments and gradients of it would fill STATE_SHARE of HBM."""
-    return "float32" if 16 * config.parameter_count() / len(slice_.devices) <= STATE_SHARE * slice_.chip.hbm_bytes else "bfloat16"
+def _moments(config: ModelConfig, slice_: Topology, holders: int) -> str:
+    """float32, unless weights, two moments and gradients of it, split over `holders` devices, would fill STATE_SHARE of HBM."""
+    return "float32" if 16 * config.parameter_count() / holders <= STATE_SHARE * slice_.chip.hbm_bytes else "bfloat16"
 
 
 def _compile(program: Program, slice_: Topology) -> Any:

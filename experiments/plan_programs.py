@@ -139,10 +139,11 @@ def model_flops(config: ModelConfig, stage: str, rows: int, sequence: int) -> Mo
     tokens, passes = (1, 1) if decode else (sequence, 3)
     total = rows * (2 * passes * active * tokens + passes * attention + index)
     count = "2" if decode else "6"
+    without = "" if decode or config.mtp is None else ", MTP and the indexers' own gradients left out" if index else ", MTP left out"
     indexed = f" + 2 x {len(config.full_layers)} full layers x index heads x dim x keys scanned" if index else ""
     formula = (
         f"{count} x {active / 1e9:.2f}e9 active weights x {rows * tokens} tokens + {2 * passes} x {config.layers} layers x "
-        f"{config.heads} heads x {width} (query-key + value dims) x {rows * seen} query-key pairs{indexed} = {total:.3e}")
+        f"{config.heads} heads x {width} (query-key + value dims) x {rows * seen} query-key pairs{indexed}{without} = {total:.3e}")
     return ModelFlops(float(total), formula)
 
 

@@ -9,9 +9,10 @@ from glm_jax.parallel.planning import GIB
 
 def table(found: dict[str, Any]) -> str:
     """The plan, a subject a line."""
-    memory, seconds = found["memory"], found["roofline_seconds"]
+    memory, seconds, decode = found["memory"], found["roofline_seconds"], found["stage"] == "decode"
     lines = [
-        f"{found['preset']} {found['stage']}, {found['global_batch']} x {found['sequence']} tokens, "
+        f"{found['preset']} {found['stage']}, {found['global_batch']} {'sessions' if decode else 'rows'} x {found['sequence']} "
+        f"{'slots' if decode else 'tokens'}, "
         f"on {found['topology']} of {found['devices']} devices",
         f"mesh {mesh_text(found)}", *(f"  {line}" for line in found["why"])]
     if "remat" in found:
@@ -33,7 +34,7 @@ def table(found: dict[str, Any]) -> str:
         f"  compute {seconds['compute']:.4g} s, HBM {seconds['hbm']:.4g} s, ICI {seconds['ici']:.4g} s",
         f"roofline step time {found['step_seconds']:.4g} s, bound by {found['bound']}",
         f"model FLOPs: {found['model_flops_formula']}",
-        f"model FLOP utilisation {found['utilisation']:.1%} = {found['utilisation_formula']}",
+        f"model FLOP utilisation {100 * found['utilisation']:.3g} % = {found['utilisation_formula']}",
         f"traced in {found['trace_seconds']:.1f} s, compiled in {found['compile_seconds']:.1f} s",
     ]
     return "\n".join(lines)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -39,25 +41,30 @@ def to_experts(
 
     tokens, chosen = experts_NxK.shape
     most = tokens * (parts if ring else 1) * min(chosen, local)
-    passes = next(p for p in range(1, tokens + 1) if tokens % p == 0 and (most <= PASS_ROWS * p or p == tokens))
-    arrays = (x_NxD, experts_NxK, gates_NxK)
-    if passes == 1:
-        return one_pass(*arrays)
-    # Tokens next to each other stay together; each pass is computed again in the backward pass.
-    split = [a.reshape(passes, -1, a.shape[-1]) for a in arrays]
-    return jax.lax.map(lambda a: jax.checkpoint(one_pass, prevent_cse=False)(*a), split).reshape(x_NxD.shape)
+    passes = min(-(-most // PASS_ROWS), tokens)
+    if passes <= 1:
+        return one_pass(x_NxD, experts_NxK, gates_NxK)
+
+    def split(array, filler):  # tokens next to each other stay together; what fills the last pass up goes to no expert
+        padded = jnp.pad(array, ((0, -tokens % passes), (0, 0)), constant_values=filler)
+        return padded.reshape(passes, -1, array.shape[-1])
+
+    # Each pass is computed again in the backward pass.
+    out = jax.lax.map(
+        lambda arrays: jax.checkpoint(one_pass, prevent_cse=False)(*arrays), (split(x_NxD, 0), split(experts_NxK, -1), split(gates_NxK, 0)))
+    return out.reshape(-1, x_NxD.shape[-1])[:tokens]
 
 
 def routed(x_NxD: Array, experts_NxK: Array, gates_NxK: Array, gate_up_ExDx2xF: Array, down_ExFxD: Array, *, share: float = 1.0) -> Array:
     """The gated sum [N, D] over the chosen experts among 0 .. E-1; others count as 0. `share` of all choices is expected to be among them.
 
-    Rows are laid out by expert, every expert's rows padded to whole blocks.
+    Rows are laid out by expert, every expert's rows padded to whole blocks. A token's experts differ from each other.
     """
     tokens, chosen = experts_NxK.shape
     count, width = down_ExFxD.shape[:2]
     rows = tokens * chosen
     block = block_size(int(rows * share), count)
-    most = tokens * min(chosen, count)  # a token's experts differ from each other
+    most = tokens * min(chosen, count)
     size = (-(-most // block) + count) * block
     flat = experts_NxK.reshape(-1)
     one_hot = flat[:, None] == jnp.arange(count)
@@ -70,7 +77,8 @@ def routed(x_NxD: Array, experts_NxK: Array, gates_NxK: Array, gate_up_ExDx2xF: 
     source = jnp.full(size, rows, jnp.int32).at[places].set(number, mode="drop", unique_indices=True)
     source, places, x_NxD = varying_alike(source, places.reshape(tokens, chosen), x_NxD)
     laid_out = permute(x_NxD, jnp.where(source < rows, source // chosen, tokens), places)
-    multiply = lambda x, w: grouped_matmul(x, w, padded, alignment=block, share=share)
+    used = expected_blocks(rows * share, count, block) * block / size
+    multiply = lambda x, w: grouped_matmul(x, w, padded, alignment=block, share=used)
     gate, up = jnp.split(multiply(laid_out, gate_up_ExDx2xF.reshape(count, -1, 2 * width)), 2, axis=-1)
     out = multiply(jax.nn.silu(gate) * up, down_ExFxD)
     return jnp.einsum("nkd,nk->nd", collect(*varying_alike(out, source, places)), gates_NxK)
@@ -79,6 +87,13 @@ def routed(x_NxD: Array, experts_NxK: Array, gates_NxK: Array, gate_up_ExDx2xF: 
 def block_size(rows: int, experts: int) -> int:
     """Rows of a block, all experts having one more than they may need: a quarter of an expert's mean share, at most 256."""
     return min(256, max(8, rows // experts // 4))
+
+
+def expected_blocks(rows: float, experts: int, block: int) -> float:
+    """About how many blocks the experts' rows fill, should every one of `rows` choices be as likely to fall on any of them."""
+    mean = rows / experts
+    chosen = 1 - math.exp(-mean)  # share of the experts that have a row at all
+    return experts * max(chosen, mean / block + chosen / 2)
 
 
 @jax.custom_vjp

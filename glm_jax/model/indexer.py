@@ -43,7 +43,8 @@ class Indexer:
         k = layer_norm(x @ self.k, self.k_norm_gain, self.k_norm_bias, config.indexer.key_norm_eps)
         q = jnp.concatenate([turn(q[..., :rope], context.cos[:, :, None], context.sin[:, :, None]), q[..., rope:]], axis=-1)
         k = jnp.concatenate([turn(k[..., :rope], context.cos, context.sin), k[..., rope:]], axis=-1)
-        w = x.astype(jnp.float32) @ self.head_weights.astype(jnp.float32)  # float32: bf16 flips near ties
+        # Float32, products too: bfloat16 flips near ties.
+        w = jnp.matmul(x.astype(jnp.float32), self.head_weights.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
         return q, k, w * (heads * dim) ** -0.5
 
 

@@ -31,7 +31,8 @@ class MoE:
     def __call__(self, config: ModelConfig, x_BxTxD: Array, replay_BxTxK: Array | None) -> tuple[Array, Array, Array]:
         """Returns y [B, T, D], the experts used int32 [B, T, K] and the router's scores float32 [B, T, E].
 
-        Recorded experts (not -1) are used in place of the router's choice; their gates are the router's own, so that it keeps its gradient.
+        A token's recorded experts, if none of them is -1, are used in place of the router's choice; their gates are the router's own, so
+        that it keeps its gradient.
         """
         over = mesh_axes("experts", config.moe.experts)
         ring = bool(over) and set(over) <= set(mesh_axes("batch", x_BxTxD.shape[0]))
@@ -68,7 +69,8 @@ class MoE:
 def route(config: ModelConfig, x_NxD: Array, router: Array, router_bias: Array, replay_NxK: Array | None) -> tuple[Array, Array, Array]:
     """Experts of every token int32 [N, K], their gates float32 [N, K], all scores float32 [N, E] (GLM-4.5 §2; DeepSeek-V3 eq. 12-16)."""
     moe = config.moe
-    scores = jax.nn.sigmoid(x_NxD.astype(jnp.float32) @ router.astype(jnp.float32))
+    # Float32 products too, where the device's default is less: near ties decide.
+    scores = jax.nn.sigmoid(jnp.matmul(x_NxD.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST))
     choice = jax.lax.stop_gradient(scores) + router_bias
     if moe.groups > 1:
         by_group = choice.reshape(*choice.shape[:-1], moe.groups, -1)
@@ -78,7 +80,7 @@ def route(config: ModelConfig, x_NxD: Array, router: Array, router_bias: Array, 
         choice = jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(choice.shape)
     _, experts = jax.lax.top_k(choice, moe.experts_per_token)
     if replay_NxK is not None:
-        experts = jnp.where(replay_NxK >= 0, replay_NxK.astype(experts.dtype), experts)
+        experts = jnp.where((replay_NxK >= 0).all(axis=-1, keepdims=True), replay_NxK.astype(experts.dtype), experts)
     experts = checkpoint_name(experts, "experts")
     gates = jnp.take_along_axis(scores, experts, axis=-1)
     if moe.norm_topk_prob:

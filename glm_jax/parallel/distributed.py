@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -128,6 +129,13 @@ class Peers:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone, so they know
                 self._client.key_value_set(f"{_PREFIX}/news/failed/{self.index}", reason, allow_overwrite=True)
 
+    def stopped_by(self) -> int:
+        """The number of the signal that some process was asked to stop with; its news may come later than what it led to."""
+        end = time.monotonic() + GRACE_SECONDS
+        while self.stopped is None and time.monotonic() < end:
+            time.sleep(POLL_SECONDS / 10)
+        return signal.SIGTERM if self.stopped is None else self.stopped
+
     def close(self) -> None:
         """The run ended well: whatever happens to other processes from now on is not this one's concern."""
         self._closed.set()
@@ -159,16 +167,20 @@ class Peers:
     def _listen(self) -> None:
         """Body of the thread that hears of stops and failures, and ends a process that cannot end by itself."""
         while not self._closed.wait(POLL_SECONDS):
-            now = time.monotonic()
+            now, deadline = time.monotonic(), self._deadline
             if self._ends_at is not None and now > self._ends_at:
                 self._say(f"ended by force, for something in it still waits. {self.failure or ''}")
                 os._exit(1)
-            if self._deadline is not None and now > self._deadline[0] and self._ends_at is None:
-                reason = f"{self._deadline[1]} has not ended for {self.timeout_seconds:.0f} s: some process is stuck"
+            if deadline is not None and now > deadline[0] and self._ends_at is None:
+                reason = f"{deadline[1]} has not ended for {self.timeout_seconds:.0f} s: some process is stuck"
                 self._say(reason)
                 self.fail(reason)
             if self.failure is None:
-                self._hear()
+                try:
+                    self._hear()
+                except Exception as error:  # this thread must live: nobody else ends a stuck process
+                    self._say(f"what other processes say cannot be heard: {type(error).__name__}: {error}")
+                    self.fail(f"{type(error).__name__}: {error}")
 
     def _say(self, text: str) -> None:
         print(f"process {self.index}: {text}", file=sys.stderr, flush=True)
@@ -199,9 +211,14 @@ def start(timeout_seconds: float = 1800.0) -> Peers:
     """Joins the other processes, if there are any; before anything else of JAX is used.
 
     JAX finds them itself on TPU pods, Kubernetes, SLURM and Open MPI; anywhere, JAX_COORDINATOR_ADDRESS (host:port of process 0),
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID say it. Where nothing does, this process is alone.
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID say it. Where nothing does, this process is alone. ValueError: a setting is wrong.
     """
-    number = lambda name: int(os.environ[name]) if name in os.environ else None
+    def number(name: str) -> int | None:
+        text = os.environ.get(name)
+        if text is not None and not text.isdecimal():
+            raise ValueError(f"{name}={text} is not a number")
+        return None if text is None else int(text)
+
     count, index = number("JAX_NUM_PROCESSES"), number("JAX_PROCESS_ID")
     address = os.environ.get("JAX_COORDINATOR_ADDRESS")
     found = ClusterEnv.auto_detect_unset_distributed_params(address, count, index, None, None, 300)
@@ -220,7 +237,7 @@ def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def check_mesh(mesh: Mesh | None, peers: Peers) -> None:
+def check_devices(mesh: Mesh | None, peers: Peers) -> None:
     """Raises ValueError unless the devices of every process are in the mesh: each has its part in every program."""
     size = 0 if mesh is None else mesh.size
     if peers.count > 1 and size != jax.device_count():

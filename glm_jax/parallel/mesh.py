@@ -16,8 +16,8 @@ def make_mesh(
 ) -> Mesh:
     """A mesh of the first data*fsdp*expert*context*model devices; enter it with jax.set_mesh, in every thread that computes.
 
-    Rows of a batch are split over data, fsdp and expert, a row's queries over context; weights over fsdp and expert, heads and FFN widths
-    over model. Raises ValueError when there are too few devices.
+    Rows of a batch are split over data, fsdp and expert, a row's queries over context, heads and FFN widths over model; weights are stored
+    split over all axes but data (glm_jax.parallel.axes.RULES). Raises ValueError when there are too few devices.
     """
     sizes = (data, fsdp, expert, context, model)
     devices = jax.devices() if devices is None else devices

@@ -32,6 +32,11 @@ def unpack(packed: dict[str, np.ndarray]) -> list[Snapshot]:
         Snapshot(json.loads(payloads.pop(_DOCUMENT).tobytes()), payloads) for _, payloads in sorted(by_process.items())]
 
 
+def own(packed: dict[str, np.ndarray], index: int, count: int) -> dict[str, np.ndarray]:
+    """What process `index` of `count` saves again of a checkpoint whose run has not gone on: every snapshot once."""
+    return {name: array for name, array in packed.items() if int(name.partition("/")[0]) % count == index}
+
+
 def share(snapshots: Sequence[Snapshot], index: int, count: int) -> Snapshot:
     """What process `index` of `count` goes on from: its own snapshot where as many were saved.
 

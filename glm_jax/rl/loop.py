@@ -65,6 +65,7 @@ class RLLoop:
         config = config.share(peers.count)
         self._mesh, self._peers = mesh, peers
         rl, model_config = config.rl, state.model.config
+        self._patience = config.mesh.timeout_seconds
         self.config, self.state, self._update, self._optimizer_init = config, state, update, optimizer_init
         self._report, self._checkpoint, self._tracer, self._stop_requested = report, checkpoint, tracer, stop_requested
         document = restored.document if restored else {}
@@ -118,13 +119,13 @@ class RLLoop:
         except BaseException as error:  # a thread's, or a person's who interrupts for the second time
             self.supervisor.stop(error)
         # After a death the run must end soon; when asked to stop, the learner may have to finish compiling and then its update.
-        alive = self.supervisor.join(seconds=5.0 if self.supervisor.error is not None else 120.0)
+        alive = self.supervisor.join(seconds=5.0 if self.supervisor.error is not None else self._patience)
         self.engine.stop(seconds=0.9 if self.supervisor.error is not None else 60.0)
         if self.engine.error is not None:  # actors die of the engine's death: tell of its own, not of theirs
             raise self.engine.error
         self.supervisor.raise_error()
         if alive:
-            raise RuntimeError(f"threads did not end within two minutes of being asked to: {', '.join(alive)}")
+            raise RuntimeError(f"threads did not end within {self._patience:.0f} s of being asked to: {', '.join(alive)}")
         return self.state
 
     # -- learner thread --------------------------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ class Checkpoints:
 
         A checkpoint that cannot be read is renamed to "unreadable-STEP" with a RuntimeWarning, and the one before it is restored.
         FileNotFoundError when none is left; nothing is renamed then. CheckpointMismatch when one is sound but not of this template.
-        In a run of several processes each finds out for itself what is readable.
+        Of several processes all restore the same one: what some process cannot read is unreadable.
         """
         with self._lock:
             self.wait()
@@ -102,9 +102,8 @@ class Checkpoints:
                 raise FileNotFoundError(f"no checkpoint of step {step} in {self._directory}; there are {steps[::-1] or 'none'}")
             broken: dict[int, Exception] = {}
             for candidate in [s for s in steps if s <= step]:
-                try:
-                    restored = self._read(candidate, template)
-                except _UNREADABLE as error:
+                found, error = self._readable(candidate, template)
+                if error is not None:
                     broken[candidate] = error
                     warnings.warn(
                         f"CHECKPOINT UNREADABLE: step {candidate} in {self._directory}, {type(error).__name__}: {_first_line(error)}",
@@ -113,7 +112,7 @@ class Checkpoints:
                     )
                     continue
                 self._set_aside(broken)
-                return restored
+                return self._placed(found, template)
             raise FileNotFoundError(f"none of the checkpoints {list(broken)} in {self._directory} can be read") from broken[step]
 
     def wait(self) -> None:
@@ -136,7 +135,19 @@ class Checkpoints:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    def _read(self, step: int, template: Any) -> tuple[Any, dict, dict[str, np.ndarray]]:
+    def _readable(self, step: int, template: Any) -> tuple[Any, Exception | None]:
+        """What is read, or why it cannot be: what went wrong here, or what another process says."""
+        found, error = None, None
+        try:
+            found = self._read(step, template)
+        except _UNREADABLE as caught:
+            error = caught
+        said = self._peers.gather(f"checkpoint {step} read", error and f"{type(error).__name__}: {_first_line(error)}")
+        elsewhere = [f"process {process}: {text}" for process, text in enumerate(said) if text]
+        return found, error or (OSError(elsewhere[0]) if elsewhere else None)
+
+    def _read(self, step: int, template: Any) -> tuple[dict, dict, dict[str, np.ndarray]]:
+        """(arrays by name, json, payloads) as Orbax gives them."""
         leaves = _named(template)
         stored = _stored(leaves)
         self._check(step, stored)
@@ -153,20 +164,25 @@ class Checkpoints:
         for row, length in zip(items.payloads["npz"], items.payloads["lengths"], strict=True):
             with np.load(io.BytesIO(row[:length].tobytes()), allow_pickle=False) as archive:
                 payloads |= archive
+        return dict(items.arrays), items.json, payloads
+
+    def _placed(self, found: tuple[dict, dict, dict[str, np.ndarray]], template: Any) -> tuple[Any, dict, dict[str, np.ndarray]]:
+        leaves, (stored, document, payloads) = _named(template), found
 
         def own(name: str, leaf: Any) -> Any:
             """A copy: what Orbax made may lie over the memory that it read into, and an update donates its state."""
-            array = items.arrays.pop(name) if name in stored else np.zeros(leaf.shape, leaf.dtype)
+            array = stored.pop(name) if name in stored else np.zeros(leaf.shape, leaf.dtype)
+            sharding = _sharding(leaf)
             if isinstance(leaf, np.ndarray | np.generic):
                 return np.array(array)
-            if shardings[name] is None:
+            if sharding is None:
                 return jnp.array(array)
             if self._peers.count > 1:
-                return jax.jit(jnp.copy, out_shardings=shardings[name])(array)
-            return jax.device_put(array, shardings[name], may_alias=False)
+                return jax.jit(jnp.copy, out_shardings=sharding)(array)
+            return jax.device_put(array, sharding, may_alias=False)
 
         arrays = jax.tree.unflatten(jax.tree.structure(template), [own(name, leaf) for name, leaf in leaves.items()])
-        return arrays, items.json, payloads
+        return arrays, document, payloads
 
     def _packed(self, mine: memoryview) -> dict[str, Any]:
         """Every process's payloads as a row of bytes: Orbax refuses empty arrays and arrays of strings."""

@@ -52,6 +52,9 @@ def test_a_small_model_is_planned_with_its_state_split_over_every_chip():
 MISTAKES = {
     "preset": (["glm-9", "--topology", "v5p:2x2x1"], "no model preset 'glm-9'"),
     "field": (["tiny,width=3", "--topology", "v5p:2x2x1"], "no field 'width'"),
+    "text": (["tiny,layers=abc", "--topology", "v5p:2x2x1"], "preset 'tiny,layers=abc':"),
+    "part": (["glm-5.2,mla=3", "--topology", "v5p:2x2x1"], "preset 'glm-5.2,mla=3':"),
+    "no value": (["tiny,layers", "--topology", "v5p:2x2x1"], "'layers' is not FIELD=VALUE"),
     "layers": (["smollm2-135m,layers=2", "--topology", "v5p:2x2x1"], "dense_layers=30 exceeds layers=2"),
     "kind": (["tiny", "--topology", "v9:2x2"], "no topology 'v9:2x2'"),
     "shape": (["tiny", "--topology", "v5p:3x3x3"], "topology 'v5p:3x3x3' cannot be described"),

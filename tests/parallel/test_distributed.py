@@ -10,7 +10,7 @@ import pytest
 import two_processes
 
 from glm_jax.parallel import distributed, make_mesh
-from glm_jax.parallel.distributed import ALONE, PeerError, Peers, check_mesh, feed, own_rows
+from glm_jax.parallel.distributed import ALONE, PeerError, Peers, check_devices, feed, own_rows, start
 
 
 class Store:
@@ -125,6 +125,18 @@ def test_a_failure_ends_whoever_waits(group):
     assert all(isinstance(result, PeerError) and "process 1 failed: ValueError: no" in str(result) for result in (results[0], results[2]))
 
 
+def test_whoever_stops_first_waits_for_the_signals_number(group):
+    peers = group(2)
+    peers[0].stop(15)
+    assert peers[1].stopped is None and together(peers, *[lambda peer: peer.stopped_by()] * 2) == [15, 15]
+
+
+def test_a_process_number_that_is_none_is_named(monkeypatch):
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
+    with pytest.raises(ValueError, match="JAX_NUM_PROCESSES=two is not a number"):
+        start()
+
+
 def test_a_stop_reaches_all(group):
     peers, heard = group(2), threading.Event()
     peers[0].on_news(heard.set)
@@ -164,10 +176,10 @@ def test_rows_arrive_in_order_on_any_mesh(sizes):
 def test_devices_outside_the_mesh_are_refused(group):
     peers = group(2)[0]
     with pytest.raises(ValueError, match=r"2 processes have 8 devices and the mesh 4: the product .* must be 8"):
-        check_mesh(make_mesh(data=4), peers)
+        check_devices(make_mesh(data=4), peers)
     with pytest.raises(ValueError, match="7 rows do not divide over 2 processes"):
         own_rows(np.zeros((1, 7)), peers, 1)
-    check_mesh(None, ALONE)
+    check_devices(None, ALONE)
 
 
 @pytest.mark.timeout(240)

@@ -48,7 +48,7 @@ def train(peers, **sizes):
     from glm_jax.model import IndexerConfig, MLAConfig, ModelConfig, MoEConfig
     from glm_jax.model.transformer import Transformer
     from glm_jax.parallel import make_mesh, sharding_of
-    from glm_jax.parallel.distributed import check_mesh, feed, own_rows
+    from glm_jax.parallel.distributed import check_devices, feed, own_rows
     from glm_jax.training.objectives import supervised_loss
     from glm_jax.training.step import build_update, init_state
 
@@ -66,7 +66,7 @@ def train(peers, **sizes):
     objective = functools.partial(supervised_loss, dense_attention=False, indexer_coefficient=1.0, balance_coefficient=0.01)
     update = build_update(objective, optimizer)
     mesh = make_mesh(**sizes)
-    check_mesh(mesh, peers)
+    check_devices(mesh, peers)
     result = {}
 
     def keep(name, tree):

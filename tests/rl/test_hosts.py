@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from glm_jax.data.trajectory import Segment, Status, Trajectory
-from glm_jax.rl.hosts import pack, share, unpack
+from glm_jax.rl.hosts import own, pack, share, unpack
 from glm_jax.rl.ledger import Ledger
 from glm_jax.rl.loop import Snapshot
 from glm_jax.rl.payloads import pack_payloads, unpack_payloads
@@ -42,6 +42,13 @@ def test_as_many_processes_get_their_own_back(snapshots):
         assert own.document == json.loads(json.dumps(saved.document)) and own.payloads.keys() == saved.payloads.keys()
         for name, array in saved.payloads.items():
             np.testing.assert_array_equal(own.payloads[name], array)
+
+
+def test_what_has_not_gone_on_is_saved_again_once():
+    packed = {f"{process}/{name}": np.zeros(process) for process in range(5) for name in ("a", "document")}
+    shares = [own(packed, index, 2) for index in range(2)]
+    assert not shares[0].keys() & shares[1].keys() and shares[0] | shares[1] == packed
+    assert set(shares[1]) == {"1/a", "1/document", "3/a", "3/document"} and own(packed, 0, 1) == packed
 
 
 def test_one_process_takes_over_all_ledgers_and_every_finished_rollout(snapshots):

@@ -146,6 +146,26 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path, part):
         assert_same(checkpoints.restore(2, first)[0], second)
 
 
+def test_what_another_process_cannot_read_is_unreadable(tmp_path):
+    """The one before it is restored, by all."""
+    said = []
+
+    class Two:
+        count = 1  # processes that hold arrays
+
+        def gather(self, what, value):
+            said.append((what, value))
+            return [value, "OSError: no such device"] if what == "checkpoint 2 read" else [value, None]
+
+    with Checkpoints(tmp_path, 3) as saved:
+        for step in (1, 2):
+            saved.save(step, {"x": jnp.full(3, step)}, {"step": step})
+    with Checkpoints(tmp_path, 3, Two()) as saved, pytest.warns(RuntimeWarning, match="process 1: OSError: no such device"):
+        arrays, document, _ = saved.restore(2, {"x": jnp.zeros(3, jnp.int32)})
+    assert document == {"step": 1} and arrays["x"].tolist() == [1, 1, 1]
+    assert said == [("checkpoint 2 read", None), ("checkpoint 1 read", None)]
+
+
 def test_errors_of_the_caller_set_nothing_aside(tmp_path):
     state = make_state()
     with Checkpoints(tmp_path, keep=2) as checkpoints:

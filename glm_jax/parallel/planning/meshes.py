@@ -97,14 +97,16 @@ def _for_training(config: ModelConfig, topology: Topology, rows: int, sequence: 
         layer = layer_experts(config) * BF16 // model
         tokens = rows * sequence // (split * context) * config.hidden_size * BF16
         widths = [e for e in range(1, split + 1) if math.gcd(config.moe.experts, split) % e == 0]
-        fitting = [e for e in widths if layer / e <= topology.chip.hbm_bytes * GATHERED_SHARE] or widths[-1:]
+        fitting = [e for e in widths if layer / e <= topology.chip.hbm_bytes * GATHERED_SHARE]
+        limit = f"at most 1/{1 / GATHERED_SHARE:.0f} of HBM" + (f": {fitting[0]} or more" if fitting else " would do, which none gives")
+        fitting = fitting or widths[-1:]
         # Sent a layer and step: its experts' weights gathered twice and their gradients scattered; tokens gathered and their sums
         # scattered, forward, again in the backward pass, and their gradients.
         sent = lambda e: 3 * layer / e + 6 * (e - 1) * tokens
         expert = min(fitting, key=sent)
         why.append(
-            f"expert={expert}: a device gathers {layer / expert / GIB:.2f} GiB of experts a layer (at most 1/{1 / GATHERED_SHARE:.0f} of "
-            f"HBM: {fitting[0]} or more), and sends least, {sent(expert) / 1e9:.1f} GB of weights and tokens a layer")
+            f"expert={expert}: a device gathers {layer / expert / GIB:.2f} GiB of experts a layer ({limit}), and sends least, "
+            f"{sent(expert) / 1e9:.1f} GB of weights and tokens a layer")
     why.append(f"fsdp={split // expert}: weights, gradients and moments are stored split over all of fsdp, expert and context")
     return Choice(dict(zip(AXES, (1, split // expert, expert, context, model), strict=True)), tuple(why))
 
